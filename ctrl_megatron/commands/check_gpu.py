@@ -66,12 +66,11 @@ SAME = 1e-3
 
 
 ENGINE, ACTOR = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
-UNREAD = ("trainer.verify_weight_sync=false", "algorithm.rollout_correction.rollout_is=token")
 VARIANTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "cuda_ipc": (1, (ENGINE + "weight_transport=cuda_ipc",)),
     "shared memory": (0, (ENGINE + "weight_transport=shared_memory",)),
     "shards": (0, (ENGINE + "weight_transport=shards",)),
-    "fp8": (1, (ENGINE + "quantization=fp8", *UNREAD)),
+    "fp8": (1, (ENGINE + "quantization=fp8", "algorithm.rollout_correction.rollout_is=token")),
     "adapters": (1, ("actor_rollout_ref.model.lora_rank=8", ENGINE + "adapter_push=true")),
     "experts": (0, ()),
     "fsdp": (0, (ACTOR + "strategy=fsdp",)),

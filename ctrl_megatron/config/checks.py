@@ -561,11 +561,6 @@ def _quantisation(config: Config) -> Iterator[str]:
         yield f"{key} sends whole tensors; use {_R}weight_transport=shared_memory"
     if rollout.adapter_push:
         yield f"{key} replaces whole weights; leave {_R}adapter_push out"
-    if ENGINES[rollout.name].rearranges_quantised and config.trainer.verify_weight_sync:
-        yield (
-            f"{key} lets {ENGINES[rollout.name].title} rearrange weights for its kernels, which "
-            "cannot be read back; set trainer.verify_weight_sync=false"
-        )
 
 
 def _ahead(config: Config) -> Iterator[str]:

@@ -107,7 +107,10 @@ def coerce_value(hint: Any, value: Any) -> Any:
 
 
 def require_one_of(allowed: tuple[str, ...], value: Any) -> str:
-    """``value``; UserError, whose message continues the key, if it is none of ``allowed``."""
+    """``value``, of which a boolean is the word ``true`` or ``false``; UserError, whose message
+    continues the key, if it is none of ``allowed``."""
+    if isinstance(value, bool):
+        value = str(value).lower()
     if value in allowed:
         return value
     raise UserError(

@@ -17,7 +17,9 @@ from host memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -26,9 +28,11 @@ import torch
 from ctrl_megatron.background import BackgroundLoop
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.models.parallel_model import OffloadPart, ParallelModel
+from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.models.shape import AnyShape
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.plan import EngineLayout
+from ctrl_megatron.resharding.proof import PushProof
 from ctrl_megatron.resharding.push import PushReport, push
 from ctrl_megatron.resharding.sources import (
     DirectorySource,
@@ -125,7 +129,7 @@ class DeviceOwner:
         critic_warmup: int = 0,
         adapter_shape: AnyShape | None = None,
         keep_proxy: bool = False,
-        verify: bool = False,
+        proof: PushProof | None = None,
         restarts: EngineRestarter | None = None,
     ) -> None:
         """``engine`` is a client of this host's engines on its first rank, None elsewhere.
@@ -139,11 +143,12 @@ class DeviceOwner:
         ``adapter_shape`` is the shape of the actor if only LoRA adapters are sent. The engines then
         keep their base weights, also asleep, and the directories' roles use these. With
         ``keep_proxy`` the weights of the proxy's directory are read and sent once, and stay in the
-        hosts' memory. ``verify`` compares checksums after every push. Without ``restarts`` a lost
-        engine is an error.
+        hosts' memory. ``proof`` says which pushes are verified; None verifies those after a loss.
+        Without ``restarts`` a lost engine is an error.
         """
         self._engine, self._loop, self._sender = engine, loop, sender
-        self._groups, self._layout, self._verify = sender.groups, layout, verify
+        self._groups, self._layout = sender.groups, layout
+        self._proof = proof or PushProof("false", sender.groups, probe=())
         self._waiting = waiting
         self._adapter_shape, self._keep_proxy = adapter_shape, keep_proxy
         self._strategy: StrategyName = strategy
@@ -157,6 +162,7 @@ class DeviceOwner:
         """The version that the engines have; None for weights that no push of ours has named."""
         self._models: list[ParallelModel] = []
         self._sources: dict[Role, WeightSource] = {}
+        self._policies: dict[Role, Policy] = {}
         for role, directory in directories.items():
             self.set_directory(role, directory)
         self._asleep = set[EngineMemory]()
@@ -169,9 +175,14 @@ class DeviceOwner:
         """N of the weights of each policy that were pushed last."""
         self.free_for_trainer()
 
-    def register_model(self, model: ParallelModel, role: Role | None = None) -> None:
+    def register_policy(self, policy: Policy, role: Role) -> None:
+        """``register_model``, and push the weights of ``policy`` for ``role``."""
+        self.register_model(policy)
+        self._sources[role], self._policies[role] = ModelSource(policy, self._layout), policy
+
+    def register_model(self, model: ParallelModel) -> None:
         """Share the device with ``model``, which has just been built and calls ``free_for_trainer``
-        before it is used; push its weights for ``role``.
+        before it is used.
 
         RuntimeError if the engine was awake meanwhile.
         """
@@ -180,11 +191,10 @@ class DeviceOwner:
                 "a model was built while the engine has the device; call free_for_trainer() before"
             )
         self._models.append(model)
-        if role is not None:
-            self._sources[role] = ModelSource(model, self._layout)
 
     def set_directory(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""
+        self._policies.pop(role, None)
         self._sources[role] = (
             DirectorySource(
                 directory,
@@ -197,6 +207,7 @@ class DeviceOwner:
             else ZeroAdapters(self._adapter_shape, self._layout, self._groups)
         )
         self._loaded = None
+        self._proof.forget(role)
 
     def free_for_trainer(self) -> None:
         """Let the engine sleep, if it is awake and shares the device. Collective. Loads no model
@@ -241,10 +252,13 @@ class DeviceOwner:
         if step != self._step:
             self._losses = 0
         while True:
-            verify = self._restore() or self._verify
+            if self._restore():
+                self._proof.forget()
             try:
                 version, self._step = self.version(role, step), step
+                report, seconds = None, 0.0
                 if self._loaded != version:
+                    seconds = self._begin_probe(role)
                     self._make_room(self._sources[role].model)
                     # After a push that fails half-way the engine's weights have no version.
                     self._loaded = None
@@ -255,9 +269,8 @@ class DeviceOwner:
                         self._sender,
                         self._waiting,
                         version=version,
-                        verify=verify,
+                        verify=self._proof.compares_checksums(role),
                     )
-                    self._reports.append(report)
                     self._loaded = version
                     if role in AGENTS:
                         self.pushed[role] = int(version.removeprefix(f"{role}@"))
@@ -265,9 +278,34 @@ class DeviceOwner:
                 self._offload_models()
                 self._wake_all()
                 self._handing_over = False
+                if report is not None:
+                    seconds += report.seconds + self._end_probe(role, version)
+                    self._reports.append(replace(report, seconds=seconds))
                 return version
             except ServiceLost as lost:
                 self.mark_lost(lost)
+
+    def _begin_probe(self, role: Role) -> float:
+        """Compute what the engines should say after the next push for ``role``, where that is
+        probed; the seconds that took. Collective."""
+        began, policy = time.monotonic(), self._policies.get(role)
+        if policy is not None and self._proof.needs_probe(role):
+            if self._asleep != set(ENGINE_MEMORY):
+                # A push was lost after its weights had left.
+                self._wake_all()
+            self._proof.begin_probe(role, policy)
+        return time.monotonic() - began
+
+    def _end_probe(self, role: Role, version: str) -> float:
+        """Compare what the engines, which are awake, say after the push; the seconds that took.
+        Collective."""
+        began, held = time.monotonic(), None
+        if self._proof.is_probing(role):
+            tokens, engine = self._proof.probe, self._engine
+            asked = self._loop.submit(engine.token_log_probs(tokens)) if engine else None
+            held = self._waiting.wait_together(asked, f"the engines' log-probs of {version}")
+        self._proof.end_push(role, version, held or ())
+        return time.monotonic() - began
 
     def _make_room(self, sent: ParallelModel | None) -> None:
         """Let the engines' weights have the device, beside those of ``sent``. Collective."""

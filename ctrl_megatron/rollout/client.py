@@ -155,6 +155,9 @@ class RemoteEngine:
     async def checksums(self) -> dict[str, str]:
         return await self._post("/checksums", {})
 
+    async def token_log_probs(self, tokens: list[int]) -> list[list[float]]:
+        return await self._post("/log_probs", {"tokens": tokens})
+
     async def health(self) -> None:
         await self._post("/health", {})
 

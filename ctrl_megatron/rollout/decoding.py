@@ -164,6 +164,17 @@ class DecodingBatch:
         return output.logits[:, -1]
 
 
+@torch.inference_mode()
+def score_tokens(model: Any, recorder: RouteRecorder | None, tokens: Sequence[int]) -> list[float]:
+    """The log-probs of all ``tokens`` but the first, at temperature 1, in one pass of a model that
+    nothing else uses meanwhile."""
+    ids = torch.tensor([tokens], device=model.device)
+    log_probs = tempered_log_probs(model(input_ids=ids, use_cache=False).logits[0, :-1], 1.0)
+    if recorder is not None:
+        recorder.take_pass(1)
+    return log_probs.gather(-1, ids[0, 1:, None]).squeeze(-1).tolist()
+
+
 class CancelToken:
     """Identifies the work of one call of ``generate``."""
 

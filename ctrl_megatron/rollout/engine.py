@@ -210,6 +210,13 @@ class Engine(Protocol):
         """HF name -> ``tensor_checksum`` of the weights that the engine computes with."""
         ...
 
+    async def token_log_probs(self, tokens: list[int]) -> list[list[float]]:
+        """The log-probs of all ``tokens`` but the first, each behind those before it, at
+        temperature 1: one list for each engine, if there are several. There must be room for a
+        completion of one token. Raises as ``generate``; NotImplementedError by an engine that
+        denoises."""
+        ...
+
     async def health(self) -> None:
         """Return if the engine works; raise what is wrong otherwise."""
         ...

@@ -21,6 +21,7 @@ from ctrl_megatron.rollout.decoding import (
     PauseControl,
     StepwiseBatch,
     decode_all,
+    score_tokens,
 )
 from ctrl_megatron.rollout.engine import (
     CompletionListener,
@@ -57,6 +58,8 @@ class LoadedModel:
     views: Callable[[Sequence[TensorSpec]], dict[str, torch.Tensor]]
     """From the tensors of the model's directory to their places in ``model``, by name."""
     batch: Callable[[Sequence[DecodingRow], SamplingParams], StepwiseBatch]
+    score: Callable[[Sequence[int]], list[float]] | None = None
+    """The log-probs of all tokens but the first; None for a model that does not order them."""
 
 
 def load_autoregressive(spec: EngineSpec) -> LoadedModel:
@@ -69,12 +72,12 @@ def load_autoregressive(spec: EngineSpec) -> LoadedModel:
         **spec.extra,
     )
     model = model.eval().to(DEVICE)
+    recorder = RouteRecorder(model) if spec.returns_routes else None
     return LoadedModel(
         model=model,
         views=partial(weight_views_by_name, model),
-        batch=partial(
-            DecodingBatch, model, recorder=RouteRecorder(model) if spec.returns_routes else None
-        ),
+        batch=partial(DecodingBatch, model, recorder=recorder),
+        score=partial(score_tokens, model, recorder),
     )
 
 
@@ -97,6 +100,7 @@ class HfEngine:
         loaded = load(spec)
         self._model: Any = loaded.model
         self._batch: Any = loaded.batch
+        self._score: Any = loaded.score
         if spec.may_sleep:
             for weight in self._model.parameters():
                 # The memory of a mapped file cannot be freed.
@@ -262,6 +266,19 @@ class HfEngine:
         held = [(spec.name, self._weights[spec.name]) for spec in self._state.manifest]
         return await asyncio.to_thread(checksums, held)
 
+    async def token_log_probs(self, tokens: list[int]) -> list[list[float]]:
+        """Between two steps of the completions that run."""
+        if self._score is None:
+            raise NotImplementedError(f"engine {self._spec.name!r} orders no tokens")
+        self._state.require_ready()
+        resume_after = not self._control.is_paused
+        await self.pause("keep")
+        try:
+            return [await asyncio.to_thread(self._score, tokens)]
+        finally:
+            if resume_after:
+                self._control.resume()
+
     async def health(self) -> None:
         call = self._decoding
         if call is not None and not call.alive() and not call.future.done():
@@ -278,7 +295,7 @@ class HfEngine:
         """End all completions and free the model."""
         await self.pause("abort")
         self._weights = {}
-        self._model = self._batch = None
+        self._model = self._batch = self._score = None
 
 
 def _passed_on(

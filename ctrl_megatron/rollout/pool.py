@@ -215,6 +215,10 @@ class EnginePool:
                 )
         return first
 
+    async def token_log_probs(self, tokens: list[int]) -> list[list[float]]:
+        every = await self._all(lambda engine: engine.token_log_probs(tokens))
+        return [log_probs for one in every for log_probs in one]
+
     async def health(self) -> None:
         await self._all(lambda engine: engine.health())
 

@@ -95,6 +95,7 @@ def engine_application(engine: EmbeddedEngine, token: str) -> web.Application:
         "/sleep": lambda body: engine.sleep(body["level"]),
         "/wake": lambda body: engine.wake(body["tags"]),
         "/checksums": lambda body: engine.checksums(),
+        "/log_probs": lambda body: engine.token_log_probs(body["tokens"]),
         "/health": lambda body: engine.health(),
         "/process": process_identity,
         "/counters": lambda body: engine_counters(engine, meter),

@@ -444,6 +444,17 @@ class SglangEngine:
         held = {name: value for rank in ranks for name, value in rank["checksums"].items()}
         return self._state.require_same_names(held, "SGLang")
 
+    async def token_log_probs(self, tokens: list[int]) -> list[list[float]]:
+        self._state.require_ready()
+        answer: Any = await self._engine.async_generate(
+            input_ids=tokens,
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        # The first token has none.
+        return [[step[0] for step in answer["meta_info"]["input_token_logprobs"][1:]]]
+
     async def health(self) -> None:
         """EngineDied if one of SGLang's own processes is gone."""
         _require_processes(self._engine)

@@ -239,18 +239,7 @@ class VllmEngine:
         params: VllmSamplingParams,
         show: Callable[[Sequence[int]], None] | None,
     ) -> Completion:
-        stream = self._llm.generate(
-            {"prompt_token_ids": prompt},
-            params,
-            request_id=uuid.uuid4().hex,
-            lora_request=self._adapters and self._adapters.request,
-        )
-        outputs = []
-        async for request in stream:
-            outputs = request.outputs
-            if show is not None:
-                show(outputs[0].token_ids)
-        (output,) = outputs
+        (output,) = (await self._last_output(prompt, params, show)).outputs
         tokens = tuple(output.token_ids)
         steps: Any = output.logprobs or []
         asked = params.logprobs is not None
@@ -266,6 +255,25 @@ class VllmEngine:
                 for span in output.weight_versions or ()
             ),
         )
+
+    async def _last_output(
+        self,
+        prompt: list[int],
+        params: VllmSamplingParams,
+        show: Callable[[Sequence[int]], None] | None = None,
+    ) -> Any:
+        """vLLM's last output for one prompt; ``show`` gets the tokens of all."""
+        stream = self._llm.generate(
+            {"prompt_token_ids": prompt},
+            params,
+            request_id=uuid.uuid4().hex,
+            lora_request=self._adapters and self._adapters.request,
+        )
+        request = None
+        async for request in stream:
+            if show is not None:
+                show(request.outputs[0].token_ids)
+        return request
 
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
@@ -348,6 +356,23 @@ class VllmEngine:
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_checksums")
         held = {name: checksum for part in parts for name, checksum in part.items()}
         return self._state.require_same_names(held, "vLLM")
+
+    async def token_log_probs(self, tokens: list[int]) -> list[list[float]]:
+        self._state.require_ready()
+        params = VllmSamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            found = await self._last_output(tokens, params)
+        except EngineDeadError as error:
+            raise _died(error) from error
+        # The first token has none.
+        steps: Any = found.prompt_logprobs[1:]
+        return [[s[t].logprob for s, t in zip(steps, tokens[1:], strict=True)]]
 
     async def health(self) -> None:
         """EngineDied if vLLM's own processes are gone."""

@@ -30,6 +30,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.device import AGENTS, DeviceOwner, Role
 from ctrl_megatron.resharding.plan import EngineLayout, engine_cut
+from ctrl_megatron.resharding.proof import PushProof
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
@@ -67,6 +68,7 @@ def build_worker(
         shared=family.rollout.engine_sleeps,
         offloaded_parts=parts_to_offload(config),
         critic_warmup=config.trainer.critic_warmup,
+        probe=inputs.train.prompts[0],
     )
     (policy, reference), *others = (
         build_policies(own, groups, steps, device, role, with_reference=run.has_role("reference"))
@@ -336,7 +338,7 @@ def build_policies(
         canvas=config.data.max_response_length,
     )
     if device is not None:
-        device.register_model(policy, role)
+        device.register_policy(policy, role)
     if config.reference_is_base:
         return policy, BasePolicy(policy)
     reference = build_reference(config, groups, take_device) if with_reference else None
@@ -521,9 +523,12 @@ def device_owner(
     shared: bool = False,
     offloaded_parts: Sequence[OffloadPart] = (),
     critic_warmup: int = 0,
+    probe: Sequence[int] = (),
 ) -> DeviceOwner:
-    """The owner of the devices, which pushes to the configured engines. Collective."""
-    family = run.config.actor_rollout_ref
+    """The owner of the devices, which pushes to the configured engines. ``probe`` are the tokens of
+    a row by which pushes of a trained policy are verified. Collective."""
+    family, kind = run.config.actor_rollout_ref, ENGINES[run.config.actor_rollout_ref.rollout.name]
+    quantised = family.rollout.quantization is not None
     sender = sender_class(family.rollout.weight_transport)(run.groups)
     run.at_end.append(sender.close)
     layout = EngineLayout(
@@ -537,7 +542,7 @@ def device_owner(
             on_cpu=run.groups.device.type == "cpu",
         ),
         sends="trained" if family.rollout.adapter_push else "merged",
-        quantised=family.rollout.quantization is not None,
+        quantised=quantised,
     )
     return DeviceOwner(
         services.connect_to_host_engines(),
@@ -552,7 +557,12 @@ def device_owner(
         critic_warmup=critic_warmup,
         keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
         adapter_shape=actor_shape(run.config) if family.rollout.adapter_push else None,
-        verify=run.config.trainer.verify_weight_sync,
+        proof=PushProof(
+            run.config.trainer.verify_weight_sync,
+            run.groups,
+            checksums=not (quantised and kind.rearranges_quantised),
+            probe=() if kind.denoises else probe,
+        ),
         restarts=services if run.config.trainer.service_restarts else None,
     )
 

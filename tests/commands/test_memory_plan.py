@@ -61,7 +61,7 @@ def test_the_largest_models_fit_and_are_planned_in_a_minute(
         keys += [actor + "megatron.pipeline_model_parallel_size=16"]
         keys += [actor + "megatron.expert_model_parallel_size=32"]
         memory = ["--gpu-memory", "141", rollout + "quantization=fp8"]
-        memory += [rollout + "gpu_memory_utilization=0.7", "trainer.verify_weight_sync=false"]
+        memory += [rollout + "gpu_memory_utilization=0.7"]
         memory += ["algorithm.rollout_correction.rollout_is=token"]
     began = time.process_time()
     assert main([*chosen, *memory, *keys]) == 0

@@ -76,10 +76,6 @@ CORRECTED = "algorithm.rollout_correction.rollout_is=token"
                     (ROLLOUT + "adapter_push=true", "actor_rollout_ref.model.lora_rank=4"),
                     ["leave", "adapter_push out"],
                 ),
-                (
-                    (ROLLOUT + "name=vllm", "trainer.verify_weight_sync=true"),
-                    ["read back", "verify_weight_sync=false"],
-                ),
             )
         ),
         ((ROLLOUT + "n=1",), ["rollout.n=1", "grpo", "2 or more"]),

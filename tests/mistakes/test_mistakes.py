@@ -387,7 +387,7 @@ CASES = [
     ),
     rl(
         "blocks of 8 bits that an engine cuts",
-        f"{_A}rollout.name=vllm {_A}rollout.quantization=fp8 trainer.verify_weight_sync=false "
+        f"{_A}rollout.name=vllm {_A}rollout.quantization=fp8 "
         "algorithm.rollout_correction.rollout_is=token",
         "which is no multiple of 128",
     ),

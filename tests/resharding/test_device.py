@@ -20,6 +20,8 @@ from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding import device as device_file
 from ctrl_megatron.resharding.device import DeviceOwner
 from ctrl_megatron.resharding.plan import EngineLayout, Rectangle, hf_specs
+from ctrl_megatron.resharding.proof import PushProof
+from ctrl_megatron.resharding.push import PushReport
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.engine import EngineDied
 from ctrl_megatron.rollout.weight_chunks import WeightChunk
@@ -129,6 +131,7 @@ class Bench:
         critic_warmup: int = 0,
         engine: Any = None,
         restarts: Any = None,
+        mode: Any = "false",
     ) -> None:
         self.events: list[str] = []
         self.groups, groups = OneRank(), Any
@@ -144,10 +147,11 @@ class Bench:
             shared=shared,
             offloaded_parts=offloaded_parts,
             critic_warmup=critic_warmup,
+            proof=PushProof(mode, groups, probe=()),
             restarts=restarts,
         )
         self.actor, self.reference = self.model("actor"), self.model("reference")
-        self.owner.register_model(self.actor, "actor")
+        self.owner.register_policy(self.actor, "actor")
         self.owner.register_model(self.reference)
 
     def model(self, name: str) -> Any:
@@ -254,7 +258,7 @@ def test_weights_have_a_new_version_whenever_they_have_changed(loop: BackgroundL
 def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) -> None:
     bench = Bench(loop)
     second = bench.model("second")
-    bench.owner.register_model(second, "agent1")
+    bench.owner.register_policy(second, "agent1")
     assert bench.use("agent1", 2) == "agent1@2" and bench.use("actor", 2) == "actor@2"
     bench.owner.free_for_trainer()
     # Only the second one's weights change, so only it gets another name.
@@ -307,7 +311,8 @@ def test_ranks_with_and_without_an_engine_meet_equally_often(
     loop: BackgroundLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise one of them would wait for ever."""
-    monkeypatch.setattr("ctrl_megatron.resharding.device.push", lambda *_, **__: None)
+    report = PushReport(num_bytes=0, seconds=0.0)
+    monkeypatch.setattr("ctrl_megatron.resharding.device.push", lambda *_, **__: report)
     counts = []
     for linked in (True, False):
         bench = Bench(loop, offloaded_parts=ALL, linked=linked)
@@ -373,7 +378,9 @@ def test_an_engine_that_dies_in_any_call_is_restored_with_the_right_weights(
     for dies_at in range(2, 20):
         engine = MortalEngine(dies_at)
         bench = Bench(
-            loop, shared=shared, offloaded_parts=offloaded_parts, engine=engine, restarts=engine
+            loop,
+            **{"shared": shared, "offloaded_parts": offloaded_parts},
+            **{"engine": engine, "restarts": engine, "mode": "first"},
         )
         for step in range(2):
             bench.actor.update_count = step

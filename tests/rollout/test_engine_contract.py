@@ -235,6 +235,31 @@ def test_log_probs_are_those_at_the_temperature_before_truncation(
             assert_explained(completion, expected)
 
 
+def test_log_probs_of_given_tokens_are_those_of_the_weights_now(bench: Bench) -> None:
+    """Also of a row whose keys are in the cache, beside completions and after an update."""
+    row = list(range(20, 60))
+
+    def said() -> torch.Tensor:
+        (log_probs,) = bench.run(bench.engine.token_log_probs(row))
+        return torch.tensor(log_probs)
+
+    if bench.denoises:
+        with pytest.raises(EngineError, match="orders no tokens"):
+            said()
+        return
+    bench.generate([row], max_tokens=1)
+    params = SamplingParams(max_tokens=200, seed=1)
+    drawing = bench.loop.submit(bench.engine.generate(PROMPTS, params))
+    for which in (0, 1):
+        if which:
+            bench.load(which)
+        oracle = log_probs(bench.models[which], row[:1], row[1:])
+        torch.testing.assert_close(said(), oracle, atol=CLOSE, rtol=0)
+    assert all(len(c.token_ids) == 200 for group in drawing.result(120) for c in group)
+    bench.run(bench.engine.pause("abort"))
+    bench.run(bench.engine.resume())
+
+
 def test_a_draw_depends_on_seed_row_and_sample_only(bench: Bench) -> None:
     sampled: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
     all_four = bench.generate(PROMPTS, n=3, seed=11, **sampled)

@@ -20,7 +20,6 @@ EIGHT_BITS = [
     f"{ROLLOUT}name=vllm",
     f"{ROLLOUT}quantization=fp8",
     "algorithm.rollout_correction.rollout_is=token",
-    "trainer.verify_weight_sync=false",
 ]
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from preloaded import ForkedProgram
 
 from ctrl_megatron.commands import check_gpu
 from ctrl_megatron.commands.check_gpu import GpuChecks, ItemFailed, ItemSkipped
-from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 
 
 def checks(folder: Path, *, gpus: int = 0, run: list[dict[str, Any]] | None = None) -> GpuChecks:
@@ -85,34 +83,8 @@ def test_every_kind_of_run_is_accepted_and_waits_for_its_gpus(
     assert int(ranks) == (1 if name == "nccl" else max(1, needed))
 
 
-class FirstWeights:
-    """A ``WeightSource`` that goes on to give the weights of its first push."""
-
-    def __init__(self, source: Any) -> None:
-        self._source, self._first = source, dict[Any, Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def values(self, chunk: int, rectangle: Any) -> Any:
-        if (chunk, rectangle) not in self._first:
-            self._first[chunk, rectangle] = self._source.values(chunk, rectangle).clone()
-        return self._first[chunk, rectangle]
-
-
-class StaleSender(SharedMemorySender):
-    """Engines keep the first weights."""
-
-    @cached_property
-    def _of(self) -> Any:
-        return cache(FirstWeights)
-
-    def send(self, source: Any, *given: Any) -> Any:
-        return super().send(self._of(source), *given)
-
-
 def test_an_engine_with_the_weights_before_an_update_does_not_agree(tmp_path: Path) -> None:
-    made, transport = checks(tmp_path), f"{Path(__file__).stem}:StaleSender"
+    made, transport = checks(tmp_path), "wrong_senders:StaleSender"
     command = made.grpo_command(
         *("run", 2, "trainer.verify_weight_sync=false"),
         f"actor_rollout_ref.rollout.weight_transport={transport}",
