@@ -54,6 +54,10 @@ class EngineKind:
     """Can say which experts its routers chose (``rollout.router_replay``)."""
     adapters: bool = True
     """Can compute adapters beside its weights (``rollout.adapter_push``)."""
+    adapts_experts: Literal["never", "on a GPU", "always"] = "never"
+    """Where its adapters may be on experts."""
+    changes_adapters_while_drawing: bool = False
+    """Can change its adapters while completions are drawn."""
     default: bool = False
     """Taken where none is named and none before it is installed."""
     multiplies_latent: bool = True
@@ -95,6 +99,7 @@ ENGINES: Mapping[str, EngineKind] = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
         default=True,
+        adapts_experts="on a GPU",
         rearranges_quantised=True,
         rotates_otherwise={
             "whole factor": "vLLM reads no whole number as factor={factor}; write {decimal}",
@@ -114,7 +119,6 @@ ENGINES: Mapping[str, EngineKind] = {
         counts_workspace=False,
         returns_routes=True,
         cpu_width_unit=32,
-        adapters=False,
         quantised=False,
         unread={
             "qwen3_moe": ("tie_word_embeddings", "mlp_only_layers or decoder_sparse_step"),
@@ -131,6 +135,8 @@ ENGINES: Mapping[str, EngineKind] = {
         library="transformers",
         default=True,
         multiplies_latent=False,
+        adapts_experts="always",
+        changes_adapters_while_drawing=True,
         adapter="ctrl_megatron.rollout.hf_engine:HfEngine",
         returns_routes=True,
         joins_calls=False,

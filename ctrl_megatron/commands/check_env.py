@@ -31,6 +31,7 @@ from typing import Literal
 from ctrl_megatron.commands import train_rl, train_sft
 from ctrl_megatron.commands.start import CommandParser, command_entry_point, load_checked_config
 from ctrl_megatron.config import Config, Purpose, check_world_size
+from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.config.environment import Launch, read_launch
 from ctrl_megatron.config.flags import count_flag
 from ctrl_megatron.engine_kinds import ENGINES
@@ -339,7 +340,7 @@ def shared_memory_findings(config: Config | None) -> Iterator[EnvironmentFinding
         used = any(
             ENGINES[keys.name].uses_shared_memory
             and (pushed or keys.tensor_model_parallel_size > 1)
-            for keys, pushed in ((rollout, rollout.adapter_push), (proxy, False))
+            for keys, pushed in ((rollout, pushes_adapters(config)), (proxy, False))
         )
         needed = _SHM_NEEDED if used or torch.cuda.device_count() > 1 else 0
         status = "FAIL"

@@ -466,9 +466,10 @@ class Rollout(EngineConfig):
     """Medium that brings weights to the engines: shared_memory; shards, cuda_ipc and nccl, with
     which each worker of an engine gets only its part, through the host's memory, through memory of
     the same device, and between devices; or module:Class of your own."""
-    adapter_push: bool = key(False, read=ADAPTERS)
+    adapter_push: bool | None = key(None, read=ADAPTERS)
     """Send the engines only adapters, which they compute beside the weights of model.path; false
-    sends whole weights with the adapters merged into them."""
+    sends whole weights with the adapters merged into them, and rounded; null sends adapters where
+    the engines can take them."""
     quantization: Literal["fp8"] | None = None
     """fp8: engines get linear layers' weights in 8 bits (e4m3, one float32 scale for each block of
     128 x 128); needs algorithm.rollout_correction, as their probabilities differ from the

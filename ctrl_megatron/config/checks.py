@@ -17,6 +17,11 @@ from ctrl_megatron.config.actor_rollout_ref import (
     POLICY_LOSSES,
     EngineConfig,
 )
+from ctrl_megatron.config.adapters import (
+    CUT_TRANSPORTS,
+    adapter_push_problems,
+    uses_whole_hosts,
+)
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import KeyPlace, require_one_of
 from ctrl_megatron.config.keys import Condition, value_at_key
@@ -35,8 +40,6 @@ _OTHER_CUTS = (
     *("ep_num_redundant_experts", "init_expert_location"),
 )
 """Arguments of vLLM and SGLang that give a worker other parts of a model."""
-_CUT = ("shards", "cuda_ipc", "nccl")
-"""Transports that send each worker its part of a model."""
 _M = _A + "megatron."
 _LORA = "actor_rollout_ref.model.lora_rank"
 _P = "actor_rollout_ref.proxy."
@@ -179,7 +182,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
     if purpose != "sft":
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         rollout = config.actor_rollout_ref.rollout
-        whole = _uses_whole_hosts(config, rollout, each)
+        whole = uses_whole_hosts(config, rollout, each)
         if rollout.n_gpus_per_node is None and each % rollout_tensor and not whole:
             raise UserError(
                 f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide trainer."
@@ -337,7 +340,7 @@ def _parallelism(config: Config) -> Iterator[str]:
     others = [name for name in _OTHER_CUTS if name in rollout.engine_kwargs]
     if rollout.engine_kwargs.get("ep_size", 1) not in (1, rollout.tensor_model_parallel_size):
         others.append("ep_size")
-    if rollout.weight_transport in _CUT and others:
+    if rollout.weight_transport in CUT_TRANSPORTS and others:
         yield (
             f"{_R}weight_transport={rollout.weight_transport} sends each worker the part that "
             f"tensor_model_parallel_size gives it, which {_R}engine_kwargs.{others[0]} changes; "
@@ -388,13 +391,6 @@ def _engines_apart(config: Config) -> Iterator[str]:
         )
 
 
-def _uses_whole_hosts(config: Config, keys: EngineConfig, each: int) -> bool:
-    """Whether engines of the configured size use all ``each`` devices of several hosts."""
-    spans, rest = divmod(keys.tensor_model_parallel_size, each)
-    able = spans > 1 and not rest and ENGINES[keys.name].tensor_parallel
-    return able and config.trainer.nnodes % spans == 0
-
-
 def _placed(config: Config, *names: str) -> list[str]:
     """The keys of ``placement`` with these names that are set."""
     return [f"placement.{name}" for name in names if getattr(config.placement, name)]
@@ -430,7 +426,7 @@ def _fsdp(config: Config, purpose: Purpose) -> Iterator[str]:
     if ENGINES[rollout.name].denoises:
         able = ", ".join(name for name, kind in ENGINES.items() if not kind.denoises)
         yield f"{key} has no masked-diffusion models; set {_R}name to one of {able}, or {megatron}"
-    if rollout.weight_transport in _CUT:
+    if rollout.weight_transport in CUT_TRANSPORTS:
         yield (
             f"{key} does not know how engines cut a model, which {_R}weight_transport="
             f"{rollout.weight_transport} requires; use shared_memory"
@@ -452,7 +448,7 @@ def _engine(config: Config, prefix: str, keys: EngineConfig) -> Iterator[str]:
             f"{prefix}tensor_model_parallel_size={size} is not possible with {prefix}name="
             f"{keys.name}; use {' or '.join(able)}, or set it to 1"
         )
-    whole = _uses_whole_hosts(config, keys, gpus or config.trainer.n_gpus_per_node)
+    whole = uses_whole_hosts(config, keys, gpus or config.trainer.n_gpus_per_node)
     if gpus is not None and gpus % size and not whole:
         yield (
             f"{prefix}n_gpus_per_node={gpus} is no multiple of {prefix}"
@@ -463,11 +459,6 @@ def _engine(config: Config, prefix: str, keys: EngineConfig) -> Iterator[str]:
         yield (
             f"{prefix}tensor_model_parallel_size={size} needs all hosts, and trainer.min_nnodes="
             f"{config.trainer.min_nnodes} lets the run go on with fewer; choose one of them"
-        )
-    if whole and prefix == _R and config.actor_rollout_ref.rollout.adapter_push:
-        yield (
-            f"{_R}adapter_push=true writes adapters on the host that serves an engine, and "
-            f"{_R}tensor_model_parallel_size={size} needs several; leave it out"
         )
 
 
@@ -525,23 +516,8 @@ def _agents(config: Config) -> Iterator[str]:
 
 
 def _adapters(config: Config) -> Iterator[str]:
-    family, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    key = f"{_R}adapter_push=true"
-    if not rollout.adapter_push:
-        return
-    if family.model.lora_rank == 0:
-        yield f"{key} needs adapters; set actor_rollout_ref.model.lora_rank, or leave it out"
-    if not ENGINES[rollout.name].adapters:
-        able = " or ".join(name for name, kind in ENGINES.items() if kind.adapters)
-        yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
-    if rollout.weight_transport in _CUT:
-        yield f"{key} sends whole adapters; use {_R}weight_transport=shared_memory"
-    own, proxy = family.model.path, family.proxy.model.path
-    if config.proxy_shares_engines and proxy not in (None, own):
-        yield (
-            f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
-            f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"
-        )
+    if config.actor_rollout_ref.rollout.adapter_push:
+        yield from adapter_push_problems(config)
 
 
 def _quantisation(config: Config) -> Iterator[str]:
@@ -557,10 +533,8 @@ def _quantisation(config: Config) -> Iterator[str]:
     if not ENGINES[rollout.name].quantised:
         able = " or ".join(name for name, kind in ENGINES.items() if kind.quantised)
         yield f"{key} is not possible with {_R}name={rollout.name}; use {able}, or leave it out"
-    if rollout.weight_transport in _CUT:
+    if rollout.weight_transport in CUT_TRANSPORTS:
         yield f"{key} sends whole tensors; use {_R}weight_transport=shared_memory"
-    if rollout.adapter_push:
-        yield f"{key} replaces whole weights; leave {_R}adapter_push out"
 
 
 def _ahead(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ctrl_megatron.config import Config, Purpose
+from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.memory.activations import (
     Kernels,
     PassShape,
@@ -571,7 +572,7 @@ class _Stage:
 def _shared_by_ranks(config: Config, shapes: ModelShapes) -> dict[str, int]:
     """Host memory that the ranks of a host share."""
     family = config.actor_rollout_ref
-    sends = "trained" if family.rollout.adapter_push else "merged"
+    sends = "trained" if pushes_adapters(config) else "merged"
     quantised = family.rollout.quantization is not None
     specs = hf_specs(shapes.actor, family.rollout_dtype, sends, quantised=quantised)
     places = place_in_buckets(specs, family.rollout.update_bucket_megabytes << 20)
@@ -611,7 +612,7 @@ def _host(
         engine_gpus = family.rollout.n_gpus_per_node or own
         items["engines"] = engine_gpus * _ENGINE_PROCESS
         items["proxy's engines"] = proxies * _ENGINE_PROCESS
-        same = config.trainer.critic_warmup or family.rollout.adapter_push
+        same = config.trainer.critic_warmup or pushes_adapters(config)
         if same and family.rollout.engine_sleeps:
             # The engine needs the same weights again, so it keeps them while it sleeps.
             items["engines' weights asleep"] = engine_gpus * engine.weights

@@ -8,7 +8,7 @@ keys and values; gate and up). Its adapter has an A and a B for each of them tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,13 @@ from ctrl_megatron.models.rules import adapted_module, adapter_name
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.types import Lora
 
+Product = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+"""(tokens, the matrix of each adapter) -> every token times the transpose of its own matrix."""
+
+
+def _product(tokens: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    return F.linear(tokens, *matrices)
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -43,7 +50,9 @@ class Adapter(torch.nn.Module):
 
     Under tensor parallelism B is cut as the output of a column-parallel layer, whose A every rank
     has, and A as the input of a row-parallel one, whose B every rank has. Ranks exchange only
-    products with A, ``rank`` numbers per token and projection.
+    products with A, ``rank`` numbers per token and projection. A layer that every rank has whole
+    has a whole adapter. The tensor ranks of an expert have the same tokens, and what they compute
+    is added up behind it.
     """
 
     def __init__(
@@ -58,17 +67,19 @@ class Adapter(torch.nn.Module):
         group: Any,
     ) -> None:
         """``weight`` is the linear layer's own parameter, ``like`` its tensor; ``group`` are the
-        tensor ranks."""
+        tensor ranks of the layer."""
         super().__init__()
         self.down = torch.nn.Parameter(like.new_empty(down.shape))
         self.up = torch.nn.Parameter(like.new_empty(up.shape))
         self.on = True
         self._lora, self._group = lora, group
-        self._cuts_input, self._sequence_parallel = bool(down.cuts), sequence_parallel
-        # Each rank multiplies the matrix that it has whole with other tokens; the mark makes
-        # Megatron sum its gradient over the tensor ranks.
-        whole = self.up if self._cuts_input else self.down
-        whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self._cuts_input, self._cuts_output = bool(down.cuts), bool(up.cuts)
+        self._of_expert, self._sequence_parallel = weight.mesh == "expert", sequence_parallel
+        if not self._of_expert:
+            # Each rank multiplies a matrix that it has whole with other tokens; the mark makes
+            # Megatron sum its gradient over the tensor ranks.
+            for param, cut in ((self.down, self._cuts_input), (self.up, self._cuts_output)):
+                param.sequence_parallel = sequence_parallel and not cut  # type: ignore[attr-defined]
         numbers = {piece.hf: number for number, piece in enumerate(down.pieces)}
         names = dict.fromkeys(piece.hf for piece in weight.pieces)
         self._blocks = len(weight.pieces) // len(names)
@@ -79,28 +90,69 @@ class Adapter(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(T, 1, in) -> (T, 1, out), of the same ranks' tokens and columns as the layer's own input
-        and output."""
-        short = F.linear(hidden, self.down) * self._lora.scale
-        match self._cuts_input, self._sequence_parallel:
-            case True, True:
-                short = reduce_scatter_to_sequence_parallel_region(short, group=self._group)
-            case True, False:
-                short = reduce_from_tensor_model_parallel_region(short, group=self._group)
-            case False, True:
-                short = gather_from_sequence_parallel_region(
-                    short, tensor_parallel_output_grad=True, group=self._group
-                )
-            case _:
-                short = copy_to_tensor_model_parallel_region(short, group=self._group)
-        ups, shorts = self._ups(), short.split(self._lora.rank, dim=-1)
+        and output; without the dimension of one for experts."""
+        return self._addition(hidden, _product, [self])
+
+    def of_all(
+        self, adapters: Sequence[Adapter], hidden: torch.Tensor, product: Product
+    ) -> torch.Tensor:
+        """The additions of the same layer of several experts, which have ``adapters``: ``hidden``
+        (T, in) -> (T, out). ``product`` multiplies each expert's tokens with its own matrix."""
+        return self._addition(hidden, product, adapters)
+
+    def _addition(
+        self, hidden: torch.Tensor, product: Product, adapters: Sequence[Adapter]
+    ) -> torch.Tensor:
+        short = self._exchanged(hidden, product, [adapter.down for adapter in adapters])
+        shorts = (short * self._lora.scale).split(self._lora.rank, dim=-1)
+        ups = [adapter._ups() for adapter in adapters]
         lead = short.shape[:-1]
         parts = [
             short.new_zeros((*lead, self._blocks, part.rows))
             if part.number is None
-            else F.linear(shorts[part.number], ups[part.number]).view(*lead, self._blocks, -1)
+            else product(shorts[part.number], [own[part.number] for own in ups]).view(
+                *lead, self._blocks, part.rows
+            )
             for part in self._parts
         ]
-        return torch.cat(parts, dim=-1).flatten(-2)
+        added = torch.cat(parts, dim=-1).flatten(-2)
+        if self._of_expert and self._cuts_input and (ranks := self._group.size()) > 1:
+            # Each of them has the whole sum, of which a share is added up behind the expert. What
+            # B's gradient needs is whole.
+            return added - added.detach() * (1 - 1 / ranks)
+        return added
+
+    def _exchanged(
+        self, hidden: torch.Tensor, product: Product, downs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """(T, ...) A x of all adapted projections, complete for the tokens of the output."""
+        if self._of_expert:
+            if self._group.size() == 1:
+                return product(hidden, downs)
+            if self._cuts_input:
+                short = product(hidden, downs)
+                return reduce_from_tensor_model_parallel_region(short, group=self._group)
+            # The gradient of x is a share of a sum, as that of the expert's own product, and A's is
+            # whole.
+            short = product(hidden, [down.detach() for down in downs])
+            whole = copy_to_tensor_model_parallel_region(
+                product(hidden.detach(), downs), group=self._group
+            )
+            return short + (whole - whole.detach())
+        short = product(hidden, downs)
+        match self._cuts_input, self._cuts_output, self._sequence_parallel:
+            case True, _, True:
+                return reduce_scatter_to_sequence_parallel_region(short, group=self._group)
+            case True, _, False:
+                return reduce_from_tensor_model_parallel_region(short, group=self._group)
+            case False, True, True:
+                return gather_from_sequence_parallel_region(
+                    short, tensor_parallel_output_grad=True, group=self._group
+                )
+            case False, True, False:
+                return copy_to_tensor_model_parallel_region(short, group=self._group)
+            case _:
+                return short
 
     @torch.no_grad()
     def delta(self) -> torch.Tensor:
@@ -125,6 +177,7 @@ class Adapter(torch.nn.Module):
 def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) -> None:
     """Give the linear layers of a model chunk their adapters; ``params`` are its parameters."""
     modules = {module for name in params if (module := adapted_module(name)) is not None}
+    groups: Any = model.pg_collection
     for name in sorted(modules):
         linear: Any = model.get_submodule(name)
         weight, down, up = (params[f"{name}.{x}"] for x in ("weight", "adapter.down", "adapter.up"))
@@ -135,7 +188,7 @@ def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) 
             up,
             linear.weight,
             sequence_parallel=bool(model.config.sequence_parallel),
-            group=model.pg_collection.tp,
+            group=groups.expt_tp if weight.mesh == "expert" else groups.tp,
         )
         linear.register_forward_hook(_add)
     if model.pre_process:

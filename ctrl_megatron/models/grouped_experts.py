@@ -4,6 +4,7 @@ a layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,22 @@ class GroupedExperts(SequentialMLP):
         if not self.config.moe_grouped_gemm or len(experts) == 1:
             return super().forward(tokens, tokens_per_expert, probs)
         ends = tokens_per_expert.to(tokens.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        hidden: Any = _GroupedLinear.apply(tokens, ends, *(layer.weight for layer in first))
+        hidden: Any = _adapted_products(tokens, ends, first)
         hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1))
-        return _GroupedLinear.apply(hidden, ends, *(layer.weight for layer in second)), None
+        return _adapted_products(hidden, ends, second), None
+
+
+def _adapted_products(tokens: torch.Tensor, ends: torch.Tensor, layers: list[Any]) -> torch.Tensor:
+    """(T, out) what the same linear layer of every expert makes of its rows, which end at ``ends``,
+    its adapter included."""
+
+    def product(rows: torch.Tensor, matrices: Sequence[torch.Tensor]) -> Any:
+        return _GroupedLinear.apply(rows, ends, *matrices)
+
+    out, adapter = (
+        product(tokens, [layer.weight for layer in layers]),
+        getattr(layers[0], "adapter", None),
+    )
+    if adapter is None or not adapter.on:
+        return out
+    return out + adapter.of_all([layer.adapter for layer in layers], tokens, product)

@@ -234,6 +234,14 @@ def _parts_of(feed_forward: Any) -> Any:
 def _take_norms_out(layer: Any) -> None:
     """Replace the linear layers that begin with a norm by the norm and the linear layer."""
     parts = gpt_layer_specs.TESpecProvider()
-    layer.input_layernorm = layer.pre_mlp_layernorm = parts.layer_norm()
-    layer.self_attention.submodules.linear_qkv = parts.column_parallel_linear()
-    _parts_of(layer.mlp).linear_fc1 = parts.column_parallel_linear()
+    norm, column = parts.layer_norm(), parts.column_parallel_linear()
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    attention = layer.self_attention.submodules
+    if isinstance(attention, MLASelfAttentionSubmodules):
+        attention.q_layernorm = attention.kv_layernorm = norm
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = column
+    else:
+        attention.linear_qkv = column
+    feed_forward = _parts_of(layer.mlp)
+    if hasattr(feed_forward, "linear_fc1"):
+        feed_forward.linear_fc1 = column

@@ -13,7 +13,7 @@ import torch
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.rules import LORA_A, linear_layer_names
-from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape, SomeShape
+from ctrl_megatron.models.shape import SomeShape
 from ctrl_megatron.types import Lora
 
 ALL_LINEAR = "all-linear"
@@ -37,20 +37,10 @@ def lora_of_config(config: Config, *, value: bool = False) -> Lora | None:
 def shape_with_adapters(shape: SomeShape, lora: Lora | None) -> SomeShape:
     """``shape`` with adapters, whose targets are the names of linear layers.
 
-    UserError for a layer that the model does not have, and for a model of Megatron's with experts
-    or with latent attention.
+    UserError for a layer that the model does not have.
     """
     if lora is None:
         return shape
-    if isinstance(shape, ModelShape) and not (
-        all(isinstance(kind, Dense) for kind in shape.feed_forward)
-        and isinstance(shape.attention, GroupedQueryAttention)
-    ):
-        raise UserError(
-            f"{shape.family} has experts or latent attention, which get no adapters",
-            key="actor_rollout_ref.model.lora_rank",
-            remedy="set it to 0, which trains all weights",
-        )
     known = linear_layer_names(shape)
     named = known if ALL_LINEAR in lora.targets else lora.targets
     if unknown := [name for name in named if name not in known]:

@@ -76,6 +76,11 @@ class MegatronStrategy:
                 weight.tensor_model_parallel = True  # type: ignore[attr-defined]
                 weight.partition_dim = cut.dim  # type: ignore[attr-defined]
                 weight.partition_stride = 1  # type: ignore[attr-defined]
+            if param.mesh == "expert" and not param.cuts:
+                # Of the ranks that have a copy the first one counts: among an expert's tensor
+                # ranks, not among those of other layers.
+                first = self._groups.place.indices_on("etp") == (("etp", 0),)
+                weight.tensor_model_parallel = first  # type: ignore[attr-defined]
         if options is None:
             for model in self.models:
                 model.eval()

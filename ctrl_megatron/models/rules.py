@@ -170,8 +170,9 @@ def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]
 
 
 def _projection(rule: ParamRule, tensor: HfTensor) -> str | None:
-    """The last part of the name of the linear layer with this weight; None for other tensors."""
-    if rule.part != "layer" or len(tensor.shape) != 2:
+    """The last part of the name of the linear layer with this weight; None for other tensors and
+    for a router, whose choices adapters leave alone."""
+    if rule.part != "layer" or len(tensor.shape) != 2 or rule.megatron.endswith(".router.weight"):
         return None
     return tensor.name.split(".")[-2]
 

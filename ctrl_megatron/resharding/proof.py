@@ -19,7 +19,7 @@ from ctrl_megatron.models.policy import Policy
 from ctrl_megatron.parallel.groups import RankSet
 
 VerifyMode = Literal["false", "first", "every", "true"]
-PROBE_TOKENS = 128
+PROBE_TOKENS = 64
 """Length of the longest probe."""
 _SHORTEST = 4
 _LARGEST_ERROR = 0.125
@@ -49,8 +49,8 @@ def share_of_change(
 class _Policy:
     """What is shown about the engines' weights of one policy, and its probe's log-probs."""
 
-    has_bytes: bool = False
-    """Checksums were equal."""
+    pushes: int = 0
+    """Pushes so far, of which the first had its checksums compared."""
     is_probed: bool = False
     """The probe has shown that the engines follow the trainer."""
     old: torch.Tensor | None = None
@@ -67,10 +67,10 @@ class PushProof:
     def __init__(
         self, mode: VerifyMode, groups: RankSet, *, checksums: bool = True, probe: Sequence[int]
     ) -> None:
-        """``first`` verifies the first push of each policy and of each directory; the probe goes on
-        until the weights have changed so much that rounding cannot hide it. ``checksums`` is off
-        for engines whose weights cannot be read back. ``probe`` are the row's tokens; fewer than
-        four make no probe.
+        """``first`` verifies the first push of each policy and of each directory, and probes pushes
+        2, 4, 8, ... until the weights have changed more than rounding can hide.
+        ``checksums`` is off for engines whose weights cannot be read back. ``probe`` are the row's
+        tokens; fewer than four make no probe.
         """
         self._mode, self._groups, self._checksums = mode, groups, checksums
         self.probe = list(probe[:PROBE_TOKENS])
@@ -84,13 +84,17 @@ class PushProof:
 
     def compares_checksums(self, role: str) -> bool:
         """Whether the next push for ``role`` has to."""
-        first = self._mode == "first" and not self._policies[role].has_bytes
+        first = self._mode == "first" and not self._policies[role].pushes
         return self._checksums and (first or self._mode in ("every", "true"))
 
     def needs_probe(self, role: str) -> bool:
-        """Whether something is left that a probe of the next push for ``role`` can show."""
-        probes = self._mode != "false" and len(self.probe) >= _SHORTEST
-        return probes and not self._policies[role].is_probed
+        """Whether the next push for ``role`` is probed. What is still to be shown is looked for
+        after twice as many pushes each time: the change grows with them."""
+        own = self._policies[role]
+        if self._mode == "false" or len(self.probe) < _SHORTEST:
+            return False
+        first = self._mode == "first"
+        return not (first and (own.is_probed or own.pushes & (own.pushes + 1)))
 
     def begin_probe(self, role: str, policy: Policy) -> None:
         """Compute what the engines should say after the push of ``policy``. Collective; takes the
@@ -118,7 +122,7 @@ class PushProof:
         weights of ``version``.
         """
         own = self._policies[role]
-        own.has_bytes = True
+        own.pushes += 1
         if own.new is None:
             return
         new, own.new = own.new, None

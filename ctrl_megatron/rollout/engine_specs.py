@@ -10,6 +10,7 @@ import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import EngineConfig
+from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
@@ -159,8 +160,8 @@ def engine_spec(
         enforce_eager=keys.enforce_eager,
         # The proxy's own engines keep the weights of their directory, and so do those that get
         # adapters.
-        awaits_weights=is_actor and not family.rollout.adapter_push,
-        lora=actor_shape(config).lora if is_actor and family.rollout.adapter_push else None,
+        awaits_weights=is_actor and not pushes_adapters(config),
+        lora=actor_shape(config).lora if is_actor and pushes_adapters(config) else None,
         quantised=is_actor and family.rollout.quantization is not None,
         returns_routes=is_actor and family.rollout.router_replay == "engine",
         may_sleep=is_actor and family.rollout.engine_sleeps,

@@ -12,6 +12,7 @@ import torch
 
 from ctrl_megatron.background import AbandonableCall, BackgroundLoop, StallClock, track_wait
 from ctrl_megatron.config import Config
+from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import ServiceLost
 from ctrl_megatron.keeping import Service, ServiceKeeper, SilenceDetector
@@ -273,7 +274,7 @@ class Services:
             # Parts without a server sleep and wake with the one that has it.
             if restarted and asleep and number in self._serving():
                 # Adapters are useless without the weights that were read at the start.
-                keeps = self._config.actor_rollout_ref.rollout.adapter_push
+                keeps = pushes_adapters(self._config)
                 await engine.sleep(1 if keeps else 2)
                 for memory in ENGINE_MEMORY:
                     if memory not in asleep:

@@ -118,7 +118,8 @@ class HfEngine:
                 tensor.name: torch.zeros(tensor.shape, dtype=dtype, device=DEVICE)
                 for tensor in self._state.manifest
             }
-            add_peft_adapters(self._model, self._weights, spec.lora.scale)
+            views = loaded.views(checkpoint_specs(spec.model_path, spec.dtype))
+            add_peft_adapters(self._model, views, self._weights, spec.lora.scale)
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
         self._sleeping: OffloadedTensors | None = None

@@ -42,6 +42,7 @@ from ctrl_megatron.rollout.engine import (
     INITIAL_VERSION,
     CompletionListener,
     EngineDied,
+    EngineError,
     EngineMemory,
     EngineSpec,
     PauseMode,
@@ -51,9 +52,16 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.hf_routes import joined_routes
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
+from ctrl_megatron.rollout.sglang_adapters import PushedAdapters, lora_args
 from ctrl_megatron.rollout.sglang_worker import QUEUED, SAMPLER, run_scheduler
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk
-from ctrl_megatron.rollout.weight_update import WeightState, checkpoint_specs, read_model_config
+from ctrl_megatron.rollout.weight_update import (
+    WeightState,
+    checkpoint_specs,
+    checksums,
+    read_model_config,
+    updated_tensor_specs,
+)
 from ctrl_megatron.types import (
     Completion,
     ExpertRoutes,
@@ -115,6 +123,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             # Overlapping work would compete for the same cores.
             "disable_overlap_schedule": True,
         }
+    chosen |= lora_args(spec.lora, on_gpu=on_gpu)
     if (part := spec.part) is not None:
         chosen |= {
             **{"nnodes": part.of, "node_rank": part.number},
@@ -234,9 +243,14 @@ class SglangEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
-        self._state = WeightState(checkpoint_specs(spec.model_path, spec.dtype))
+        self._state = WeightState(updated_tensor_specs(spec))
         self._engine = _start(spec)
         self._control: Any = self._engine.tokenizer_manager
+        self._adapters = None
+        if spec.lora is not None:
+            weights = checkpoint_specs(spec.model_path, spec.dtype)
+            self._adapters = PushedAdapters(self._control, spec.lora, weights)
+        self._running = 0
         # ``health`` reports a dead child.
         self._control._subprocess_watchdog.stop()
         self._control.auto_create_handle_loop()
@@ -272,6 +286,19 @@ class SglangEngine:
         check_request(
             prompts, params, max_model_len=self._spec.max_model_len, vocab_size=self._vocab_size
         )
+        self._running += 1
+        try:
+            return await self._draw(prompts, params, listener, finished)
+        finally:
+            self._running -= 1
+
+    async def _draw(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        listener: TokenListener | None,
+        finished: CompletionListener | None,
+    ) -> list[list[Completion]]:
         base = self._unseeded.getrandbits(63) if params.seed is None else params.seed
         asked = [
             (prompt, sglang_params(params, stream_seed(base, row, sample)))
@@ -298,6 +325,7 @@ class SglangEngine:
             return_logprob=params.log_probs,
             return_routed_experts=self._spec.returns_routes,
             stream=listened,
+            **self._adapter_of(len(asked)),
         )
         done: dict[int, Completion] = {}
         shows = [
@@ -337,7 +365,9 @@ class SglangEngine:
         """
         nothing = {"max_new_tokens": 0, "sampling_seed": 0}
         answers: Any = await self._engine.async_generate(
-            input_ids=prompts, sampling_params=[nothing] * len(prompts)
+            input_ids=prompts,
+            sampling_params=[nothing] * len(prompts),
+            **self._adapter_of(len(prompts)),
         )
         # The completions will report these tokens as cached, but here they were computed for them.
         infos = [answer["meta_info"] for answer in answers]
@@ -345,6 +375,11 @@ class SglangEngine:
             i["prompt_tokens"] - i["cached_tokens"] for i in infos
         )
         return all(info["finish_reason"]["type"] != "abort" for info in infos)
+
+    def _adapter_of(self, requests: int | None = None) -> dict[str, Any]:
+        """The argument of a call by which its ``requests``, or its only one, use the adapters."""
+        name = self._adapters and self._adapters.name
+        return {"lora_path": name if requests is None else [name] * requests} if name else {}
 
     def _count(self, info: dict[str, Any]) -> None:
         for name, own in _COUNTED.items():
@@ -362,10 +397,15 @@ class SglangEngine:
     async def update(
         self, specs: Sequence[TensorSpec], chunks: AsyncIterator[WeightChunk], version: str
     ) -> None:
-        """Frozen completions recompute their KV cache afterwards."""
+        """Frozen completions recompute their KV cache afterwards. Adapters are only replaced while
+        no completion runs: each carries the adapter with which it began."""
         await self._state.replace_weights(self, specs, chunks, version)
 
     async def begin_update(self) -> None:
+        if self._adapters:
+            if self._running:
+                raise EngineError(f"{self._running} calls still draw with the adapters of before")
+            return
         self._resume_after = not self._paused
         await self.pause("keep")
         opened = await self._control.begin_weight_update(BeginWeightUpdateReqInput())
@@ -373,18 +413,27 @@ class SglangEngine:
 
     async def load_chunk(self, chunk: WeightChunk) -> None:
         """``sglang_worker.load_chunk`` reads the chunk in every scheduler."""
+        if self._adapters:
+            await asyncio.to_thread(self._adapters.files.read_chunk, chunk)
+            return
         await self._rpc("ctrl_load_chunk", chunk=json.dumps(chunk))
 
     async def commit_update(self, version: str) -> None:
+        if self._adapters:
+            await self._adapters.load_version(version)
+        else:
+            await self._end_weight_update()
+        named = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        await self._control.update_weight_version(named)
+        if self._resume_after:
+            await self.resume()
+
+    async def _end_weight_update(self) -> None:
         ended = await self._control.end_weight_update(EndWeightUpdateReqInput())
         _require(ended, "end the weight update")
         # Keys and values in it are of the old weights.
         flushed = await self._control.flush_cache()
         _require((flushed.success, flushed.message), "flush its prefix cache")
-        named = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-        await self._control.update_weight_version(named)
-        if self._resume_after:
-            await self.resume()
 
     async def end_frozen_completions(self) -> None:
         # Frozen requests end after they resume; the tokens that they draw from the mixture are
@@ -434,11 +483,17 @@ class SglangEngine:
         self._state.mark_weights_missing()
 
     async def checksums(self) -> dict[str, str]:
-        """Checksums of the weights read back from SGLang's layers, un-fused and gathered.
+        """Checksums of the weights read back from SGLang's layers, un-fused and gathered; of the
+        adapters, if there are any, once the schedulers have compared theirs with what was pushed.
 
-        RuntimeError if the layers do not have exactly the manifest's tensors.
+        RuntimeError if SGLang does not have exactly the manifest's tensors.
         """
         self._state.require_weights()
+        if self._adapters:
+            file = self._adapters.files.newest / "adapter_model.safetensors"
+            await self._rpc("ctrl_check_adapters", file=str(file))
+            held = await asyncio.to_thread(checksums, self._adapters.files.held.items())
+            return self._state.require_same_names(held, "SGLang")
         answer = await self._control.check_weights(CheckWeightsReqInput(action="checksum"))
         ranks = _require(answer, "compute checksums")[2]
         held = {name: value for rank in ranks for name, value in rank["checksums"].items()}
@@ -451,6 +506,7 @@ class SglangEngine:
             sampling_params={"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0},
             return_logprob=True,
             logprob_start_len=0,
+            **self._adapter_of(),
         )
         # The first token has none.
         return [[step[0] for step in answer["meta_info"]["input_token_logprobs"][1:]]]
@@ -461,6 +517,8 @@ class SglangEngine:
         self._state.require_not_broken()
 
     async def close(self) -> None:
+        if self._adapters:
+            self._adapters.files.close()
         self._engine.shutdown()
 
     async def _rpc(self, method: str, **scalars: Any) -> None:

@@ -88,6 +88,18 @@ class _Finder:
         """Do nothing: the module is empty."""
 
 
+class UnpinnedTorch:
+    """``torch`` for modules that pin host memory for a GPU, wherever the model is."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("tensor", "empty", "zeros", "ones", "arange"):
+            return found
+        return lambda *given, pin_memory=False, **named: found(*given, **named)
+
+
 def install_stand_ins() -> None:
     """Replace those of ``LIBRARIES`` that are not installed; call it before SGLang is imported.
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from ctrl_megatron.rollout.imports import garbage_collection_paused
-from ctrl_megatron.rollout.sglang_stand_ins import install_stand_ins
+from ctrl_megatron.rollout.sglang_stand_ins import UnpinnedTorch, install_stand_ins
 
 install_stand_ins()
 
@@ -24,6 +25,8 @@ with garbage_collection_paused():
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
     from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+    from sglang.srt.lora import layers as lora_layers
+    from sglang.srt.lora.backend import torch_backend
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
@@ -40,16 +43,13 @@ from ctrl_megatron.rollout.sampling import (
     random_numbers_at,
     truncate_rows,
 )
+from ctrl_megatron.rollout.sglang_adapters import FUSED, require_same_adapters
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 
 SAMPLER = "pytorch"
 """The name of our sampler: the only one that SGLang accepts on a CPU."""
 QUEUED = "ctrl_queued_seconds"
 """The seconds that requests of a scheduler have waited, in its internal state."""
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 _UNREADABLE = ("triton_kernels", "flashinfer_trtllm_moe", "flashinfer_cutlass")
 """Kernels for experts that keep weights in another order; ``triton`` is none of them."""
 
@@ -70,8 +70,10 @@ def _allocate_unpinned(
 def patch_sglang() -> None:
     """Replace SGLang's methods; called once, before a scheduler is made."""
     if not torch.cuda.is_available():
-        # The table of chosen experts is pinned for a GPU, wherever the model is.
+        # The table of chosen experts, and adapters, are pinned for a GPU, wherever the model is.
         ALLOC_MEMORY_FUNCS["cpu"] = _allocate_unpinned
+        lora_layers.torch = torch_backend.torch = UnpinnedTorch()
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     install_single_address_store()
     register_sampler_backend(SAMPLER, SglangSampler)
     changes: Any = (
@@ -83,6 +85,7 @@ def patch_sglang() -> None:
         (SchedulerReqTimeStats, "set_forward_entry_time", QueueTimeSum.record_end_of_wait),
         (Scheduler, "get_internal_state", QueueTimeSum.state_with_queue_time),
         (Scheduler, "ctrl_load_chunk", load_chunk),
+        (Scheduler, "ctrl_check_adapters", check_adapters),
         (Scheduler, "ctrl_leave", free_memory_of_cpu_engine),
         (Scheduler, "ctrl_come_back", restore_memory_of_cpu_engine),
     )
@@ -182,6 +185,11 @@ def load_chunk(self: Any, chunk: str) -> None:
         raise RuntimeError("; ".join(filter(None, failures)))
 
 
+def check_adapters(self: Any, file: str) -> None:
+    """RPC: RuntimeError unless the scheduler has the adapters of a file."""
+    require_same_adapters(self.tp_worker.model_runner.lora_manager, load_file(file))
+
+
 def hf_checksums(
     self: Any, skip_tensor_list: Sequence[str] | None = None, *, role: str
 ) -> dict[str, Any]:
@@ -193,7 +201,7 @@ def hf_checksums(
         is_first=get_parallel().tp_rank == 0,
         tied=model.config.tie_word_embeddings,
         gather=tensor_model_parallel_all_gather,
-        fused=getattr(model, "packed_modules_mapping", _FUSED),
+        fused=getattr(model, "packed_modules_mapping", FUSED),
         computed_experts=lambda module: rank_expert_weights(module, model.config),
     )
     return {

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any, get_args
 
-import torch
-from safetensors.torch import save_file
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from ctrl_megatron.models.rules import LORA_B
-from ctrl_megatron.parallel.hosts import SHARED_MEMORY, own_segment_prefix
-from ctrl_megatron.rollout.transports import read_chunk
-from ctrl_megatron.rollout.weight_chunks import WeightChunk
+from ctrl_megatron.rollout.adapter_files import AdapterFiles
 from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import Lora
 
@@ -34,52 +26,26 @@ def lora_args(lora: Lora | None) -> dict[str, Any]:
 
 
 class PushedAdapters:
-    """The adapters that the last update has brought.
-
-    vLLM reads them from a directory in shared memory, a new one for every version: it finds a
-    prompt's cached keys by the adapter's name and path, and would use those of the version before.
-    """
+    """The adapters that the last update has brought."""
 
     def __init__(self, llm: AsyncLLM, lora: Lora) -> None:
-        self._llm, self._lora = llm, lora
-        self._root = Path(tempfile.mkdtemp(prefix=own_segment_prefix(), dir=SHARED_MEMORY))
-        self._arriving: dict[str, torch.Tensor] = {}
-        self._held: dict[str, torch.Tensor] = {}
-        self._number = 0
+        self._llm, self._lora, self.files = llm, lora, AdapterFiles(lora)
         self.request: LoRARequest | None = None
         """The adapters' request, which every completion carries; None before the first update, when
         B is zero."""
 
-    def read_adapter_chunk(self, chunk: WeightChunk) -> None:
-        self._arriving |= {name: tensor.clone() for name, tensor in read_chunk(chunk)}
-
     async def load_version(self, version: str) -> None:
         """Load what has arrived; RuntimeError if vLLM does not have it afterwards."""
-        before, self._number = self.request, self._number + 1
-        folder = self._root / str(self._number)
-        folder.mkdir()
-        config = {
-            "peft_type": "LORA",
-            "r": self._lora.rank,
-            "lora_alpha": self._lora.alpha,
-            "target_modules": list(self._lora.targets),
-        }
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        save_file(self._arriving, folder / "adapter_model.safetensors")
-        self._held, self._arriving = self._arriving, {}
+        folder, number = self.files.write(), self.files.number
         # One of its warm-up may have the same number; vLLM would keep it.
-        for number in await self._llm.list_loras():
-            await self._llm.remove_lora(number)
-        request = LoRARequest(f"{version} ({self._number})", self._number, str(folder))
+        for before in await self._llm.list_loras():
+            await self._llm.remove_lora(before)
+        request = LoRARequest(f"{version} ({number})", number, str(folder))
         await self._llm.add_lora(request)
         held = set(await self._llm.list_loras())
-        if held != {self._number}:
-            raise RuntimeError(
-                f"vLLM has adapters {held} and not those of {version}, {self._number}"
-            )
+        if held != {number}:
+            raise RuntimeError(f"vLLM has adapters {held} and not those of {version}, {number}")
         self.request = request
-        if before is not None:
-            shutil.rmtree(before.lora_path)
 
     async def checksums(self) -> dict[str, str]:
         """The checksums of the adapters in vLLM's workers, comparable with those of the pushed
@@ -87,11 +53,8 @@ class PushedAdapters:
         scale gets the checksum of the pushed one."""
         parts: list[dict[str, str]] = await self._llm.collective_rpc("ctrl_adapter_checksums")
         by_name = parts[0]
-        for name, tensor in self._held.items():
+        for name, tensor in self.files.held.items():
             scaled = tensor * self._lora.scale if name.endswith(LORA_B) else tensor
             if by_name.get(name) == tensor_checksum(scaled):
                 by_name[name] = tensor_checksum(tensor)
         return by_name
-
-    def close(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)

@@ -298,7 +298,7 @@ class VllmEngine:
     async def load_chunk(self, chunk: WeightChunk) -> None:
         """``vllm_worker.ChunkTransfer`` reads the chunk in every worker."""
         if self._adapters:
-            await asyncio.to_thread(self._adapters.read_adapter_chunk, chunk)
+            await asyncio.to_thread(self._adapters.files.read_chunk, chunk)
         else:
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(chunk)))
 
@@ -387,5 +387,5 @@ class VllmEngine:
 
     async def close(self) -> None:
         if self._adapters:
-            self._adapters.close()
+            self._adapters.files.close()
         self._llm.shutdown()

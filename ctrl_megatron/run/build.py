@@ -9,6 +9,7 @@ from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController, ge
 from ctrl_megatron.checkpoint.hf import load_hf
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.actor_rollout_ref import ProxyServer
+from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.config.environment import read_openai_key
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.data.prompt_table import PromptTable
@@ -541,7 +542,7 @@ def device_owner(
             family.rollout.engine_kwargs,
             on_cpu=run.groups.device.type == "cpu",
         ),
-        sends="trained" if family.rollout.adapter_push else "merged",
+        sends="trained" if pushes_adapters(run.config) else "merged",
         quantised=quantised,
     )
     return DeviceOwner(
@@ -556,7 +557,7 @@ def device_owner(
         offloaded_parts=offloaded_parts,
         critic_warmup=critic_warmup,
         keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
-        adapter_shape=actor_shape(run.config) if family.rollout.adapter_push else None,
+        adapter_shape=actor_shape(run.config) if pushes_adapters(run.config) else None,
         proof=PushProof(
             run.config.trainer.verify_weight_sync,
             run.groups,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,30 @@ def merged(weights: dict[str, Any], adapters: dict[str, Any]) -> dict[str, Any]:
         if ".lora_A." in name:
             up = adapters[name.replace(".lora_A.", ".lora_B.")]
             own = name.removeprefix(PREFIX).replace(".lora_A.", ".")
-            whole[own] = weights[own] + SCALE * (up @ adapters[name])
+            whole |= added(whole, own, SCALE * (up @ adapters[name]))
     return whole
+
+
+def added(weights: dict[str, Any], name: str, delta: Any) -> dict[str, Any]:
+    """The weight of transformers' model in which the one called ``name`` is, with ``delta`` added:
+    it has the experts of a layer in one tensor, gate before up."""
+    expert = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.weight", name)
+    if expert is None:
+        return {name: weights[name] + delta}
+    block = expert[1].replace("block_sparse_moe", "mlp")
+    part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(expert[3])
+    place = f"{block}.experts.{'down_proj' if part is None else 'gate_up_proj'}"
+    whole, number = torch.zeros_like(weights[place]), int(expert[2])
+    rows = slice(None) if part is None else slice(part * len(delta), (part + 1) * len(delta))
+    whole[number, rows] = delta
+    return {place: weights[place] + whole}
 
 
 def expected(directory: Path, file: Path, batch: dict) -> tuple[torch.Tensor, dict[str, Any]]:
     """(log-probs with merged weights, gradients of ``workers.weighted_loss``), in float64."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager"
+    )
     model.requires_grad_(False)
     adapters = {n: t.double().requires_grad_() for n, t in load_file(file).items()}
     weights = merged(dict(model.named_parameters()), adapters)
@@ -126,6 +144,11 @@ def check(
 
 def test_adapters_are_merged_weights(tmp_path: Path) -> None:
     check(tmp_path, {"tp2_sp": LAYOUTS["tp2_sp"]}, ("qwen2",))
+
+
+def test_adapters_of_experts_and_of_latent_attention_are_merged_weights(tmp_path: Path) -> None:
+    layout = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
+    check(tmp_path, {"tp2_ep2": layout}, ("qwen3_moe", "deepseek_v3"))
 
 
 @pytest.mark.long
@@ -218,6 +241,38 @@ def assert_same(left: Path, right: Path, rel: float) -> None:
 )
 def test_every_layout_computes_and_learns_the_same(tmp_path: Path, further: dict) -> None:
     check(tmp_path, LAYOUTS, FAMILIES, **further)
+
+
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2_etp2": {"tensor": 2, "sequence_parallel": True},
+    "ep2": {"data": 2, "expert": 2},
+    "tp2_ep2": {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1},
+    "etp2_ep2": {"tensor": 2, "data": 2, "sequence_parallel": True, "expert": 2},
+    "pp2": {"pipeline": 2},
+    "cp2_ep2": {"context": 2, "expert": 2},
+}
+
+
+ALL_OF_THEM = "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("families", "further"),
+    [
+        (ALL_OF_THEM, {}),
+        (ALL_OF_THEM, {"recompute_granularity": "full"}),
+        (ALL_OF_THEM, {"overrides": {"moe_grouped_gemm": False}}),
+        (("qwen3_moe",), {"targets": ("k_proj", "up_proj")}),
+        (("deepseek_v3",), {"targets": ("q_b_proj", "kv_b_proj", "gate_proj", "down_proj")}),
+    ],
+    ids=["all", "recompute", "one by one", "some", "others"],
+)
+def test_every_layout_adapts_experts_and_latent_attention(
+    tmp_path: Path, families: tuple[str, ...], further: dict
+) -> None:
+    check(tmp_path, OF_EXPERTS, families, **further)
 
 
 @pytest.mark.long

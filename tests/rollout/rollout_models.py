@@ -87,6 +87,23 @@ def tiny_mixtral(seed: int) -> torch.nn.Module:
     return MixtralForCausalLM(config).eval()
 
 
+def tiny_latent(seed: int) -> torch.nn.Module:
+    """A random fp32 DeepSeek-V3: a dense layer, and one with experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = DeepseekV3Config(
+        **{"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24},
+        **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24},
+        **{"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8},
+        **{"vocab_size": VOCAB, "max_position_embeddings": 2048, "initializer_range": 0.2},
+        tie_word_embeddings=False,
+    )
+    return DeepseekV3ForCausalLM(config).eval()
+
+
 _LLADA = {
     **{"model.layers.": "model.transformer.blocks.", "model.norm": "model.transformer.ln_f"},
     **{"model.embed_tokens": "model.transformer.wte", "lm_head": "model.transformer.ff_out"},
