@@ -194,6 +194,9 @@ class Lora:
     """The last parts of the layers' names in Hugging Face's models, such as ``q_proj``."""
     seed: int = 0
     """Seed of the initial A; B is zero at first."""
+    shared_outer: bool = False
+    """The experts of a layer share the matrices at its input and at its output: A of the gate and
+    the up projection, B of the down projection."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Lora:

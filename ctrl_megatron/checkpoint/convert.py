@@ -48,7 +48,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.build import DTYPES
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import shape_with_adapters
-from ctrl_megatron.models.rules import adapter_name
+from ctrl_megatron.models.rules import adapter_names
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape, value_model_shape
 from ctrl_megatron.resharding.plan import hf_specs, place_in_buckets
@@ -230,7 +230,7 @@ class _Merging:
                 remedy="name the directory with the same safetensors files",
             )
         require_same_base(saved, base_identity(directory, None), source.folder, key="--base")
-        self._source, self._scale = source, source.adapters.lora.scale
+        self._source, self._lora = source, source.adapters.lora
         self._base = SafetensorsDirectory(directory, mapped=False)
         self._trained = {s.name: s for s in hf_specs(source.shape, source.dtype, "trained")}
 
@@ -238,7 +238,7 @@ class _Merging:
         return {spec.name: self._merged(spec) for spec in specs}
 
     def _merged(self, spec: TensorSpec) -> torch.Tensor:
-        pair = [adapter_name(spec.name, "A"), adapter_name(spec.name, "B")]
+        pair = adapter_names(spec.name, self._lora)
         names = [name for name in (spec.name, *pair) if name in self._trained]
         tensors = _read_whole([self._trained[name] for name in names], folder=self._source.folder)
         if spec.name in tensors:
@@ -246,7 +246,7 @@ class _Merging:
         weight = self._base.read(spec.name)
         if tensors:
             down, up = (tensors[name].float() for name in pair)
-            weight = self._scale * (up @ down) + weight
+            weight = self._lora.scale * (up @ down) + weight
         return weight.to(DTYPES[spec.dtype])
 
 

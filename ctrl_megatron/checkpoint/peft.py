@@ -81,6 +81,7 @@ def require_same_adapters(folder: Path, shape: AnyShape, base: LoraBaseWeights |
         ("rank", "lora_rank"),
         ("alpha", "lora_alpha"),
         ("targets", "target_modules"),
+        ("shared_outer", "experts_shared_outer_loras"),
     ):
         then, now = getattr(saved.lora, name), getattr(shape.lora, name)
         if then != now:

@@ -15,10 +15,10 @@ language model (engines of its own), or ``MODEL@URL`` (a server of OpenAI's prot
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -235,11 +235,16 @@ def _check_draws(options: argparse.Namespace) -> None:
 
 
 def _in(out: Path | None, config: Config) -> Config:
-    """The configuration of a run whose directory is the evaluation's."""
+    """The configuration of a run whose directory is the evaluation's, and whose engines get the
+    whole weights of each critic."""
     if out is None:
         out = config.trainer.run_dir.with_name(f"{config.trainer.run_dir.name}_evaluation")
     place = {"default_local_dir": str(out.parent), "experiment_name": out.name}
-    return config.replace_groups(trainer=dataclasses.replace(config.trainer, **place))
+    family = config.actor_rollout_ref
+    return config.replace_groups(
+        trainer=replace(config.trainer, **place),
+        actor_rollout_ref=replace(family, rollout=replace(family.rollout, adapter_push=False)),
+    )
 
 
 def _report(folder: Path, samples: int, confidence: Confidence) -> None:

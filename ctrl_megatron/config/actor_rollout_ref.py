@@ -507,6 +507,9 @@ class Model:
     target_modules: tuple[str, ...] = key(("all-linear",), read=ADAPTERS)
     """Linear layers with adapters, by the last part of their Hugging Face names (q_proj, ...);
     all-linear for every one of a decoder layer."""
+    experts_shared_outer_loras: bool = key(False, read=ADAPTERS)
+    """The experts of a layer share A of gate and up projection and B of the down projection; false
+    gives each expert all matrices of its own."""
 
     @property
     def tokenizer(self) -> str:

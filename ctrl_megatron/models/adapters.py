@@ -8,12 +8,14 @@ keys and values; gate and up). Its adapter has an A and a B for each of them tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
@@ -28,12 +30,29 @@ from ctrl_megatron.models.rules import adapted_module, adapter_name
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.types import Lora
 
+_EXPERT = re.compile(r"(\.local_experts)\.\d+\.")
 Product = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 """(tokens, the matrix of each adapter) -> every token times the transpose of its own matrix."""
 
 
 def _product(tokens: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     return F.linear(tokens, *matrices)
+
+
+class _SumGradients(torch.autograd.Function):
+    """The identity, whose gradient is summed over the ranks of a group. Megatron's function sums it
+    in place, and here others read the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +84,40 @@ class Adapter(torch.nn.Module):
         *,
         sequence_parallel: bool,
         group: Any,
+        first: Adapter | None = None,
     ) -> None:
         """``weight`` is the linear layer's own parameter, ``like`` its tensor; ``group`` are the
-        tensor ranks of the layer."""
+        tensor ranks of the layer. ``first`` is the adapter of the rank's first expert, for the
+        others: it has the matrices that experts share."""
         super().__init__()
-        self.down = torch.nn.Parameter(like.new_empty(down.shape))
-        self.up = torch.nn.Parameter(like.new_empty(up.shape))
+        self._of_expert = weight.mesh == "expert"
+        self._shares_down, self._shares_up = (
+            self._of_expert and place.mesh == "dense" for place in (down, up)
+        )
+        self.down, self.up = (
+            getattr(first, leaf)
+            if shares and first is not None
+            else torch.nn.Parameter(like.new_empty(place.shape))
+            for leaf, place, shares in (
+                ("down", down, self._shares_down),
+                ("up", up, self._shares_up),
+            )
+        )
         self.on = True
         self._lora, self._group = lora, group
         self._cuts_input, self._cuts_output = bool(down.cuts), bool(up.cuts)
-        self._of_expert, self._sequence_parallel = weight.mesh == "expert", sequence_parallel
-        if not self._of_expert:
+        self._sequence_parallel = sequence_parallel
+        for param, place in ((self.down, down), (self.up, up)):
             # Each rank multiplies a matrix that it has whole with other tokens; the mark makes
-            # Megatron sum its gradient over the tensor ranks.
-            for param, cut in ((self.down, self._cuts_input), (self.up, self._cuts_output)):
-                param.sequence_parallel = sequence_parallel and not cut  # type: ignore[attr-defined]
-        numbers = {piece.hf: number for number, piece in enumerate(down.pieces)}
+            # Megatron sum its gradient over the tensor ranks, for one that experts share as well.
+            whole = place.mesh == "dense" and not place.cuts
+            param.sequence_parallel = sequence_parallel and whole  # type: ignore[attr-defined]
+        matrix, places = ("B", up) if self._shares_down else ("A", down)
+        numbers = {hf: n for n, hf in enumerate(dict.fromkeys(p.hf for p in places.pieces))}
         names = dict.fromkeys(piece.hf for piece in weight.pieces)
         self._blocks = len(weight.pieces) // len(names)
         self._parts = tuple(
-            _Rows(piece.extent[0], numbers.get(adapter_name(piece.hf, "A")))
+            _Rows(piece.extent[0], numbers.get(adapter_name(piece.hf, matrix)))
             for piece in weight.pieces[: len(names)]
         )
 
@@ -117,8 +150,8 @@ class Adapter(torch.nn.Module):
         ]
         added = torch.cat(parts, dim=-1).flatten(-2)
         if self._of_expert and self._cuts_input and (ranks := self._group.size()) > 1:
-            # Each of them has the whole sum, of which a share is added up behind the expert. What
-            # B's gradient needs is whole.
+            # Each of them has the whole sum, of which a share is added up behind the expert. The
+            # gradients are those of the whole.
             return added - added.detach() * (1 - 1 / ranks)
         return added
 
@@ -127,7 +160,8 @@ class Adapter(torch.nn.Module):
     ) -> torch.Tensor:
         """(T, ...) A x of all adapted projections, complete for the tokens of the output."""
         if self._of_expert:
-            if self._group.size() == 1:
+            if self._group.size() == 1 or self._shares_down:
+                # The gradient of a matrix that experts share is summed over all ranks.
                 return product(hidden, downs)
             if self._cuts_input:
                 short = product(hidden, downs)
@@ -135,9 +169,7 @@ class Adapter(torch.nn.Module):
             # The gradient of x is a share of a sum, as that of the expert's own product, and A's is
             # whole.
             short = product(hidden, [down.detach() for down in downs])
-            whole = copy_to_tensor_model_parallel_region(
-                product(hidden.detach(), downs), group=self._group
-            )
+            whole: Any = _SumGradients.apply(product(hidden.detach(), downs), self._group)
             return short + (whole - whole.detach())
         short = product(hidden, downs)
         match self._cuts_input, self._cuts_output, self._sequence_parallel:
@@ -169,8 +201,11 @@ class Adapter(torch.nn.Module):
 
     def _ups(self) -> list[torch.Tensor]:
         """B of each adapted projection, its rows one after the other."""
-        sizes = [part.rows for part in self._parts if part.number is not None]
-        blocks = self.up.view(self._blocks, -1, self._lora.rank).split(sizes, dim=1)
+        sizes, up = [part.rows for part in self._parts if part.number is not None], self.up
+        if self._shares_up and (ranks := self._group.size()) > 1:
+            # Its gradient, which is whole on each of them, is summed over all ranks.
+            up = up / ranks + (up * (1 - 1 / ranks)).detach()
+        blocks = up.view(self._blocks, -1, self._lora.rank).split(sizes, dim=1)
         return [block.reshape(-1, self._lora.rank) for block in blocks]
 
 
@@ -180,7 +215,13 @@ def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) 
     groups: Any = model.pg_collection
     for name in sorted(modules):
         linear: Any = model.get_submodule(name)
-        weight, down, up = (params[f"{name}.{x}"] for x in ("weight", "adapter.down", "adapter.up"))
+        # The first expert has the matrices that all of its layer share.
+        first = _EXPERT.sub(r"\1.0.", name)
+        down, up = (
+            params.get(f"{name}.adapter.{leaf}") or params[f"{first}.adapter.{leaf}"]
+            for leaf in ("down", "up")
+        )
+        weight = params[f"{name}.weight"]
         linear.adapter = Adapter(
             lora,
             weight,
@@ -189,6 +230,7 @@ def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) 
             linear.weight,
             sequence_parallel=bool(model.config.sequence_parallel),
             group=groups.expt_tp if weight.mesh == "expert" else groups.tp,
+            first=None if first == name else model.get_submodule(first).adapter,  # type: ignore[arg-type]
         )
         linear.register_forward_hook(_add)
     if model.pre_process:

@@ -12,8 +12,8 @@ import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.rules import LORA_A, linear_layer_names
-from ctrl_megatron.models.shape import SomeShape
+from ctrl_megatron.models.rules import LORA_A, linear_layer_names, param_rules
+from ctrl_megatron.models.shape import AnyShape, SomeShape
 from ctrl_megatron.types import Lora
 
 ALL_LINEAR = "all-linear"
@@ -31,6 +31,7 @@ def lora_of_config(config: Config, *, value: bool = False) -> Lora | None:
         alpha=model.lora_alpha,
         targets=model.target_modules,
         seed=config.trainer.seed,
+        shared_outer=model.experts_shared_outer_loras,
     )
 
 
@@ -51,6 +52,12 @@ def shape_with_adapters(shape: SomeShape, lora: Lora | None) -> SomeShape:
         )
     targets = tuple(name for name in known if name in named)
     return replace(shape, lora=replace(lora, targets=targets))
+
+
+def adapts_experts(shape: AnyShape) -> bool:
+    """Whether layers of experts have adapters, those that every token passes aside."""
+    own = param_rules(shape) if shape.lora is not None else ()
+    return any(rule.mesh == "expert" and rule.trained for rule in own)
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -160,13 +160,22 @@ def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]
         adapted = [t for t in rule.hf if _projection(rule, t) in lora.targets]
         if not adapted:
             continue
-        down = tuple(HfTensor(adapter_name(t.name, "A"), (lora.rank, t.shape[1])) for t in adapted)
-        up = tuple(HfTensor(adapter_name(t.name, "B"), (t.shape[0], lora.rank)) for t in adapted)
+        down, up = (
+            tuple(HfTensor(adapter_names(t.name, lora)[k], shape_of(t)) for t in adapted)
+            for k, shape_of in enumerate(
+                (lambda t: (lora.rank, t.shape[1]), lambda t: (t.shape[0], lora.rank))
+            )
+        )
         kinds: tuple[Kind, Kind] = ("replicated", rule.kind)
         if rule.kind == "row":
             kinds = ("row", "replicated")
         for leaf, hf, kind in (("down", down, kinds[0]), ("up", up, kinds[1])):
-            yield replace(rule, megatron=f"{module}{_ADAPTER}{leaf}", hf=hf, kind=kind)
+            own = replace(rule, megatron=f"{module}{_ADAPTER}{leaf}", hf=hf, kind=kind)
+            if rule.experts > 1 and "{e}" not in hf[0].name:
+                # Every rank has it, as the parameter of its first expert.
+                first = own.megatron.replace("{e}", "0")
+                own = replace(own, megatron=first, mesh="dense", experts=1)
+            yield own
 
 
 def _projection(rule: ParamRule, tensor: HfTensor) -> str | None:
@@ -186,6 +195,21 @@ def linear_layer_names(shape: AnyShape) -> tuple[str, ...]:
 def adapter_name(weight: str, matrix: Literal["A", "B"]) -> str:
     """PEFT's name of a matrix of the adapter of ``weight``."""
     return f"{ADAPTED}{weight.removesuffix('.weight')}.lora_{matrix}.weight"
+
+
+_EXPERT = re.compile(r"\.experts\.(?:\d+|\{e\})\.")
+_AT_OUTPUT = ("down_proj", "w2")
+"""The projections at the output of an expert."""
+
+
+def adapter_names(weight: str, lora: Lora) -> tuple[str, str]:
+    """The names of A and B of the adapter of ``weight``: PEFT's, without the number of the expert
+    for a matrix that the experts of a layer share."""
+    names = [adapter_name(weight, "A"), adapter_name(weight, "B")]
+    if lora.shared_outer and _EXPERT.search(weight):
+        outer = int(weight.split(".")[-2] in _AT_OUTPUT)
+        names[outer] = _EXPERT.sub(".experts.", names[outer])
+    return names[0], names[1]
 
 
 def adapted_module(megatron: str) -> str | None:

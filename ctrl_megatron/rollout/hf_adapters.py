@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ctrl_megatron.models.rules import ADAPTED, LORA_A, LORA_B
+from ctrl_megatron.models.rules import adapter_names
+from ctrl_megatron.types import Lora
 
 
 class _Adapter(NamedTuple):
@@ -35,11 +36,11 @@ def add_peft_adapters(
     model: Any,
     views: Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
-    scale: float,
+    lora: Lora,
 ) -> None:
-    """Let the layers of ``model`` compute with the ``tensors``, by PEFT's names. Their memory may
-    be filled again at any time between two passes. ``views`` are the weights of the model's
-    directory in it (``weight_views_by_name``)."""
+    """Let the layers of ``model`` compute with the ``tensors`` (``models.rules.adapter_names``).
+    Their memory may be filled again at any time between two passes. ``views`` are the weights of
+    the model's directory in it (``weight_views_by_name``)."""
     owners = sorted(
         (weight.data_ptr(), number, name)
         for number, module in enumerate(model.modules())
@@ -47,25 +48,24 @@ def add_peft_adapters(
     )
     modules = list(model.modules())
     experts = defaultdict[Any, _OfExperts](dict)
-    for name, down in tensors.items():
-        if not name.endswith(LORA_A):
+    for weight, view in views.items():
+        down, up = (tensors.get(name) for name in adapter_names(weight, lora))
+        if down is None or up is None:
             continue
-        stem = name.removesuffix(LORA_A)
-        adapter = _Adapter(down, tensors[stem + LORA_B])
-        view = views[stem.removeprefix(ADAPTED) + ".weight"]
+        adapter = _Adapter(down, up)
         start, owner, parameter = owners[
             bisect_right(owners, view.data_ptr(), key=itemgetter(0)) - 1
         ]
         module, stack = modules[owner], getattr(modules[owner], parameter)
         if stack.dim() == 2:
-            module.register_forward_hook(partial(_add, adapter, scale))
+            module.register_forward_hook(partial(_add, adapter, lora.scale))
             continue
         parts = stack[0].numel() // view.numel()
         number, place = divmod((view.data_ptr() - start) // view.nbytes, parts)
         of_one = experts[module].setdefault((parameter, number), [None] * parts)
         of_one[place] = adapter
     for module, of_experts in experts.items():
-        module.forward = partial(_experts, module, of_experts, scale)
+        module.forward = partial(_experts, module, of_experts, lora.scale)
 
 
 def _add(

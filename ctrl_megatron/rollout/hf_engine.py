@@ -119,7 +119,7 @@ class HfEngine:
                 for tensor in self._state.manifest
             }
             views = loaded.views(checkpoint_specs(spec.model_path, spec.dtype))
-            add_peft_adapters(self._model, views, self._weights, spec.lora.scale)
+            add_peft_adapters(self._model, views, self._weights, spec.lora)
         self._control, self._one_call = PauseControl(), asyncio.Lock()
         self._resume_after = True
         self._sleeping: OffloadedTensors | None = None

@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 
 from ctrl_megatron.models.fp8 import quantised_specs
-from ctrl_megatron.models.rules import adapter_name
+from ctrl_megatron.models.rules import adapter_names
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
@@ -72,9 +72,10 @@ def updated_tensor_specs(spec: EngineSpec) -> tuple[TensorSpec, ...]:
         if base.name.endswith(tuple(f".{target}.weight" for target in spec.lora.targets)):
             out, width = base.shape
             down, up = (spec.lora.rank, width), (out, spec.lora.rank)
-            adapters.append(replace(base, name=adapter_name(base.name, "A"), shape=down))
-            adapters.append(replace(base, name=adapter_name(base.name, "B"), shape=up))
-    return tuple(adapters)
+            for name, shape in zip(adapter_names(base.name, spec.lora), (down, up), strict=True):
+                adapters.append(replace(base, name=name, shape=shape))
+    # Experts may share a matrix.
+    return tuple({one.name: one for one in adapters}.values())
 
 
 def check_specs(manifest: Sequence[TensorSpec], specs: Sequence[TensorSpec]) -> None:

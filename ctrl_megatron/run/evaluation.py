@@ -168,11 +168,6 @@ def check_evaluation(config: Config, critics: Mapping[str, str]) -> None:
     """Raise UserError with a line for every argument of an evaluation that cannot be used."""
     if not config.data.val_files:
         raise UserError("data.val_files is empty; there is nothing to evaluate on")
-    if config.actor_rollout_ref.rollout.adapter_push:
-        raise UserError(
-            "actor_rollout_ref.rollout.adapter_push=true lets the engines keep the weights of one "
-            "directory, and an evaluation loads those of each critic; leave it out"
-        )
     others = {
         f"{stage}={path}": path for stage, path in critics.items() if not is_critique_file(path)
     }

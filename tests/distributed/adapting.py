@@ -21,6 +21,7 @@ def lora_policy(
     *,
     targets: tuple[str, ...],
     strategy: Any = "megatron",
+    shared_outer: bool = False,
     **options: Any,
 ) -> Any:
     """A policy with the adapters of a PEFT file, or with new ones."""
@@ -31,7 +32,8 @@ def lora_policy(
     from ctrl_megatron.types import Lora
 
     shape = shape_with_adapters(
-        read_shape(directory, strategy), Lora(rank=3, alpha=5.0, targets=targets)
+        read_shape(directory, strategy),
+        Lora(rank=3, alpha=5.0, targets=targets, shared_outer=shared_outer),
     )
     optimizer = options.pop(
         "optimizer", {"lr": 1e-2, "total_steps": 10, "clip_grad": 1e9, "eps": 1e-3}
@@ -58,13 +60,15 @@ def adapted_run(
     targets: tuple[str, ...] = TARGETS,
     te: bool = False,
     strategy: str = "megatron",
+    shared_outer: bool = False,
     **build: Any,
 ) -> dict[str, Any]:
     """Per model: log-probs with and without adapters, the gradients of the first of three steps
     (as PEFT's files), the adapters after the third, and the merged model before it; below ``out``.
     """
     with te_stand_ins.installed(te):
-        return _adapted_run(layout, directories, adapters, batch, out, targets, strategy, build)
+        kind = {"targets": targets, "strategy": strategy, "shared_outer": shared_outer}
+        return _adapted_run(layout, directories, adapters, batch, out, kind, build)
 
 
 def _adapted_run(
@@ -73,8 +77,7 @@ def _adapted_run(
     adapters: dict[str, str],
     batch: dict,
     out: str,
-    targets: tuple[str, ...],
-    strategy: str,
+    kind: dict,
     build: dict,
 ) -> dict[str, Any]:
     from ctrl_megatron.checkpoint.hf import save_adapters, save_hf
@@ -84,7 +87,7 @@ def _adapted_run(
     for name, directory in directories.items():
         policy = lora_policy(
             *(groups, directory, adapters[name]),
-            **{"targets": targets, "strategy": strategy, "token_budget": 64, "build": build},
+            **{**kind, "token_budget": 64, "build": build},
         )
         gradients = _kept_gradients(policy)
         result = {"on": policy.log_probs(batch)[0]}
@@ -190,7 +193,9 @@ def value_loss(values: torch.Tensor, rows: dict, counts: Any) -> tuple[torch.Ten
     return (gaps**2).sum() / counts.tokens, {}
 
 
-def random_adapters(directory: Path, out: Path, targets: tuple[str, ...] = TARGETS) -> Path:
+def random_adapters(
+    directory: Path, out: Path, targets: tuple[str, ...] = TARGETS, *, shared_outer: bool = False
+) -> Path:
     """Adapters of which no matrix is zero, as one file."""
     from safetensors.torch import save_file
 
@@ -200,7 +205,8 @@ def random_adapters(directory: Path, out: Path, targets: tuple[str, ...] = TARGE
     from ctrl_megatron.types import Lora
 
     shape = shape_with_adapters(
-        read_model_shape(directory), Lora(rank=3, alpha=5.0, targets=targets)
+        read_model_shape(directory),
+        Lora(rank=3, alpha=5.0, targets=targets, shared_outer=shared_outer),
     )
     generator = torch.Generator().manual_seed(5)
     tensors = {

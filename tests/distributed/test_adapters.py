@@ -45,13 +45,26 @@ def ranks(layout: dict[str, Any]) -> int:
 
 def merged(weights: dict[str, Any], adapters: dict[str, Any]) -> dict[str, Any]:
     """W + scale B A of every weight that has an adapter."""
-    whole = dict(weights)
+    whole, adapters = dict(weights), unshared(adapters)
     for name in adapters:
         if ".lora_A." in name:
             up = adapters[name.replace(".lora_A.", ".lora_B.")]
             own = name.removeprefix(PREFIX).replace(".lora_A.", ".")
             whole |= added(whole, own, SCALE * (up @ adapters[name]))
     return whole
+
+
+def unshared(adapters: dict[str, Any]) -> dict[str, Any]:
+    """The adapters with every matrix of an expert under the expert's own name."""
+    numbers = {int(found[1]) for n in adapters if (found := re.search(r"\.experts\.(\d+)\.", n))}
+    found = dict[str, Any]()
+    for name, tensor in adapters.items():
+        shared = re.search(r"\.experts\.[a-z]", name)
+        for number in numbers if shared else ():
+            found[name.replace(".experts.", f".experts.{number}.")] = tensor
+        if not shared:
+            found[name] = tensor
+    return found
 
 
 def added(weights: dict[str, Any], name: str, delta: Any) -> dict[str, Any]:
@@ -97,11 +110,10 @@ def check(
     """All layouts against transformers, and the adapters after three steps against each other."""
     batch = random_batch(seed=3, group=3)
     paths = {f: save_tiny(f, tmp_path / f) for f in families}
+    lora = {"targets": further.get("targets", ("all-linear",))}
+    lora |= {"shared_outer": further.get("shared_outer", False)}
     files = {
-        f: random_adapters(
-            path, tmp_path / f"{f}.safetensors", further.get("targets", ("all-linear",))
-        )
-        for f, path in paths.items()
+        f: random_adapters(path, tmp_path / f"{f}.safetensors", **lora) for f, path in paths.items()
     }
     wanted = {f: expected(path, files[f], batch) for f, path in paths.items()}
     stepped: dict[str, dict[str, torch.Tensor]] = {}
@@ -149,6 +161,11 @@ def test_adapters_are_merged_weights(tmp_path: Path) -> None:
 def test_adapters_of_experts_and_of_latent_attention_are_merged_weights(tmp_path: Path) -> None:
     layout = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
     check(tmp_path, {"tp2_ep2": layout}, ("qwen3_moe", "deepseek_v3"))
+
+
+def test_experts_share_outer_matrices(tmp_path: Path) -> None:
+    layout = {"tensor": 2, "sequence_parallel": True, "expert": 2, "data": 2}
+    check(tmp_path, {"etp2_ep2": layout}, ("qwen3_moe",), shared_outer=True)
 
 
 @pytest.mark.long
@@ -264,10 +281,12 @@ ALL_OF_THEM = "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"
         (ALL_OF_THEM, {}),
         (ALL_OF_THEM, {"recompute_granularity": "full"}),
         (ALL_OF_THEM, {"overrides": {"moe_grouped_gemm": False}}),
+        (ALL_OF_THEM, {"shared_outer": True}),
+        (ALL_OF_THEM, {"shared_outer": True, "overrides": {"moe_grouped_gemm": False}}),
         (("qwen3_moe",), {"targets": ("k_proj", "up_proj")}),
         (("deepseek_v3",), {"targets": ("q_b_proj", "kv_b_proj", "gate_proj", "down_proj")}),
     ],
-    ids=["all", "recompute", "one by one", "some", "others"],
+    ids=["all", "recompute", "one by one", "shared", "shared, one by one", "some", "others"],
 )
 def test_every_layout_adapts_experts_and_latent_attention(
     tmp_path: Path, families: tuple[str, ...], further: dict

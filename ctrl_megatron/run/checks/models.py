@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from ctrl_megatron.config import (
     COMPLETION_PIPELINES,
     COUPLED_GRPO_PIPELINE,
@@ -12,13 +14,14 @@ from ctrl_megatron.config import (
     Config,
     Purpose,
 )
+from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.data.tokens import MEANING, TextCodec, first_different_part, tokenizer_parts
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
 from ctrl_megatron.models.families import engine_mismatch_reason
 from ctrl_megatron.models.fp8 import BLOCK, misaligned_part_widths
 from ctrl_megatron.models.hf_config import read_shape
-from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
+from ctrl_megatron.models.lora import adapts_experts, lora_of_config, shape_with_adapters
 from ctrl_megatron.models.rope import engine_rope_mismatch
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention, is_reward_model
@@ -198,12 +201,25 @@ def _check_engine_takes(
                 key="actor_rollout_ref.rollout.quantization",
                 remedy="choose another tensor_model_parallel_size, or leave quantization out",
             )
+    lora = lora_of_config(config) if path == config.actor_rollout_ref.model.path else None
+    alone = pushes_adapters(config) and adapts_experts(shape_with_adapters(shape, lora))
+    if alone and not _can_adapt_experts(engine):
+        raise UserError(
+            f"engine {engine!r} computes no adapters on the experts of {path} here",
+            key="actor_rollout_ref.rollout.adapter_push",
+            remedy="set it to false, which merges them, or name other layers in target_modules",
+        )
     if ENGINES[engine].multiplies_latent and isinstance(shape.attention, MultiLatentAttention):
         raise UserError(
             f"{path} has multi-latent attention, whose weights cannot be pushed to engine "
             f"{engine!r}",
             remedy="set actor_rollout_ref.rollout.name to 'hf'",
         )
+
+
+def _can_adapt_experts(engine: str) -> bool:
+    where = ENGINES[engine].adapts_experts
+    return where == "always" or (where == "on a GPU" and torch.cuda.is_available())
 
 
 def check_tokenizers(
