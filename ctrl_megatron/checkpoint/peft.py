@@ -8,6 +8,7 @@ files are ``adapter_model.safetensors`` and ``adapter_config.json``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,6 +125,25 @@ def base_identity(directory: Path, groups: ProcessGroups | None) -> LoraBaseWeig
     return LoraBaseWeights(path=str(directory.resolve()), hashes=dict(sorted(whole.items())))
 
 
+_OF_EXPERTS = re.compile(r"\.experts\.(?:(\d+)\.)?\w+\.lora_[AB]\.")
+
+
+def with_own_matrices(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapters ``tensors`` with every matrix that experts share under the name of each, as
+    PEFT, vLLM and SGLang read them."""
+    found = {name: _OF_EXPERTS.search(name) for name in tensors}
+    experts = sorted({int(match[1]) for match in found.values() if match and match[1]})
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = found[name]
+        if match is None or match[1]:
+            own[name] = tensor
+        else:
+            names = [name.replace(".experts.", f".experts.{expert}.") for expert in experts]
+            own |= {one: tensor.clone() for one in names}
+    return own
+
+
 def peft_config(lora: Lora, base: LoraBaseWeights | None, *, value_head: bool) -> dict[str, Any]:
     """The content of ``adapter_config.json``."""
     return {
@@ -150,8 +170,9 @@ def write_peft(
     value_head: bool,
 ) -> None:
     """Write PEFT's two files into ``folder``; ``tensors`` are a model's trained ones by their HF
-    names."""
+    names. Every expert gets its own copy of a matrix that it shares."""
     named = {name if name.startswith(ADAPTED) else ADAPTED + name: t for name, t in tensors.items()}
+    named = with_own_matrices(named)
     file = folder / "adapter_model.safetensors"
     file.touch()
     mode = file.stat().st_mode
