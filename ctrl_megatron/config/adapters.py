@@ -31,7 +31,10 @@ def adapter_push_problems(config: Config) -> Iterator[str]:
     if rollout.weight_transport in CUT_TRANSPORTS:
         yield f"{key} sends whole adapters; use {_R}weight_transport=shared_memory"
     if rollout.quantization is not None:
-        yield f"{_R}quantization={rollout.quantization} replaces whole weights; leave {key} out"
+        yield (
+            f"{_R}quantization={rollout.quantization} replaces whole weights; leave "
+            f"{_R}adapter_push out"
+        )
     if rollout.update_in_flight and not kind.changes_adapters_while_drawing:
         yield (
             f"{_R}update_in_flight changes weights while completions are drawn, and {kind.title} "

@@ -216,11 +216,11 @@ def _exchanged(p: PassShape) -> float:
 
 def _computed_together(p: PassShape) -> float:
     """Bytes per token between the two grouped products: what is sent, what arrives, and the two
-    halves of the activation."""
+    halves of the activation, beside which an adapter's are before and after they are joined."""
     if not p.grouped_experts:
         return 0
     copies = p.residual_bytes_per_token * (1 + p.layout.expert_tensor_ranks * (p.layout.expert > 1))
-    halves = 2 * p.dtype_size / p.layout.tensor
+    halves = 2 * p.dtype_size / p.layout.tensor * (1 if p.shape.lora is None else 3)
     sizes = (k.top_k * (copies + halves * k.expert_width) for k in p.decoder_shape.expert_kinds)
     return max(sizes, default=0)
 

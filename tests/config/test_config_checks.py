@@ -20,6 +20,7 @@ from ctrl_megatron.config import (
     require_files_exist,
 )
 from ctrl_megatron.config.actor_rollout_ref import POLICY_LOSSES
+from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.foreign import FOREIGN
 
@@ -446,6 +447,42 @@ def test_messages_are_refused_for_engines_on_the_same_devices() -> None:
     assert "nccl" in line and "placement=colocated" in line
     apart = [rollout + "placement=dedicated", rollout + "n_gpus_per_node=1"]
     assert messages(rollout + "weight_transport=nccl", *apart) == []
+
+
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
+IN_FLIGHT = [
+    *("rollout.update_in_flight=true", "rollout.staleness=1", "rollout.placement=dedicated"),
+    *(
+        "rollout.n_gpus_per_node=1",
+        "proxy.kind=engine",
+        "proxy.engine.n_gpus_per_node=1",
+        CORRECTED,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("further", "alone"),
+    [
+        ([], True),
+        (["rollout.adapter_push=false"], False),
+        (["rollout.name=vllm"], True),
+        (["rollout.name=sglang"], True),
+        (["model.lora_rank=0"], False),
+        (["rollout.weight_transport=shards"], False),
+        (["rollout.quantization=fp8", "rollout.name=vllm", CORRECTED], False),
+        (["proxy.model.path=other"], False),
+        (["proxy.model.path=other", "proxy.kind=engine"], True),
+        (["rollout.name=vllm", *IN_FLIGHT], False),
+        (IN_FLIGHT, True),
+    ],
+)
+def test_adapters_go_alone_wherever_engines_can_take_them(further: list[str], alone: bool) -> None:
+    family = "actor_rollout_ref."
+    keys = ["model.lora_rank=4", "model.path=own", "proxy.model.path=own", "rollout.name=hf"]
+    keys = [key if key == CORRECTED else family + key for key in (*keys, *further)]
+    config = load_config(None, keys, "none")
+    assert pushes_adapters(config) == alone
 
 
 @pytest.mark.parametrize("transport", ["shards", "cuda_ipc"])

@@ -133,6 +133,11 @@ STATES = {
     "qk norms": case({"tensor": 2}, {"model_type": "qwen3", "head_dim": 32}),
     "adapters": case({"tensor": 2, "data": 2}, {"lora": 8, "tie_word_embeddings": True}),
     "adapters over stages": case({**SEQUENCE, "pipeline": 2}, {"lora": 8}),
+    "adapters of experts": case({"data": 2, "expert": 2}, {**EXPERTS, "lora": 8}),
+    "adapters of experts over tensor ranks": case(
+        {**SEQUENCE, "data": 2, "expert": 2}, {**EXPERTS, "lora": 8}
+    ),
+    "adapters of latent attention": case({**SEQUENCE, "data": 2}, {**LATENT, "lora": 8}),
     "experts": case({"data": 2}, EXPERTS),
     "experts over context ranks": case({"context": 2, "data": 2, "expert": 4}, EXPERTS),
     "adapters over context ranks": case({"tensor": 2, "context": 2}, {"lora": 8}),
@@ -212,6 +217,9 @@ PASSES = {
     "adapters": case(shape={"lora": 8}),
     "adapters over tensor ranks": case(SEQUENCE, {"lora": 8}),
     "adapters, layers again": case(shape={"lora": 8}, recompute_granularity="full"),
+    "adapters of experts": case(shape={**EXPERTS, "lora": 8}),
+    "adapters of grouped experts": case(shape={**EXPERTS, "lora": 8}, **GROUPED),
+    "adapters of latent attention": case(shape={**LATENT, "lora": 8}),
     "value model": case() | {"kind": "value"},
     "shared prompts": case() | {"kind": "shared"},
     "context ranks": case({"context": 2}),

@@ -43,6 +43,20 @@ def test_every_part_of_an_actor_that_blocks_do_not_divide_is_named(folder: Path)
         check_model_files(load_config(None, EIGHT_BITS, "none"), "rl")
 
 
+def test_adapters_on_experts_go_alone_to_engines_that_compute_them(folder: Path) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    write_model(folder / "actor", **experts)
+    base = ["actor_rollout_ref.model.path=actor", "actor_rollout_ref.model.lora_rank=4"]
+    vllm = [*base, f"{ROLLOUT}name=vllm"]
+    check_model_files(load_config(None, [*base, f"{ROLLOUT}name=hf"], "none"), "rl")
+    with pytest.raises(UserError, match=r"no adapters on the experts of actor here.*to false"):
+        check_model_files(load_config(None, vllm, "none"), "rl")
+    attention = "actor_rollout_ref.model.target_modules=[q_proj,o_proj]"
+    for key in (f"{ROLLOUT}adapter_push=false", attention):
+        check_model_files(load_config(None, [*vllm, key], "none"), "rl")
+
+
 def test_a_reference_may_have_weights_in_8_bits_and_an_actor_may_not(folder: Path) -> None:
     block = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     write_model(folder / "actor", **CUT)
