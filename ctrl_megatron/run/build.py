@@ -563,6 +563,7 @@ def device_owner(
             run.groups,
             checksums=not (quantised and kind.rearranges_quantised),
             probe=() if kind.denoises else probe,
+            merges=family.model.lora_rank > 0 and not pushes_adapters(run.config),
         ),
         restarts=services if run.config.trainer.service_restarts else None,
     )

@@ -145,6 +145,17 @@ def test_an_engine_that_ignores_adapters_ends_the_run() -> None:
     assert push(shown, policy, "actor@5") and not push(shown, policy, "actor@6")
 
 
+def test_rounding_may_take_what_merged_adapters_change(capsys: pytest.CaptureFixture[str]) -> None:
+    base = drawn(0, 2.0)
+    policy, shown = FakePolicy(base + drawn(1, 0.1), base), proof(merges=True)
+    assert push(shown, policy, "actor@1", lambda now: base + 0.3 * (now - base) + drawn(2, NOISE))
+    assert "merged adapters that are rounded" in capsys.readouterr().out
+    assert not push(shown, policy, "actor@2")
+    # An engine without weights is still one.
+    with pytest.raises(RuntimeError, match="from a constant"):
+        push(proof(merges=True), policy, "actor@1", lambda now: drawn(5) - 6)
+
+
 @pytest.mark.parametrize(
     ("mode", "checksums", "probes"),
     [
