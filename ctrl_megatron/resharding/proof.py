@@ -162,8 +162,8 @@ class PushProof:
         if share >= 0.5:
             return True
         seen = (
-            f"of the change of {len(new)} log-probs {change} its own have {share:.2f} (0 is nothing, "
-            f"1 all of it; standard error {error:.2f})"
+            f"of the change of {len(new)} log-probs {change} its own have {share:.2f} (0 is "
+            f"nothing, 1 all of it; standard error {error:.2f})"
         )
         if not (self._merges and old.any()):
             raise RuntimeError(

@@ -10,7 +10,7 @@ from launched_run import Job
 
 from ctrl_megatron.rollout.engine import available_engines
 
-PUSH = "actor_rollout_ref.rollout.adapter_push=true"
+PUSH, MERGED = (f"actor_rollout_ref.rollout.adapter_push={word}" for word in ("true", "false"))
 LORA = (
     "actor_rollout_ref.model.lora_rank=4",
     "actor_rollout_ref.model.lora_alpha=8",
@@ -38,8 +38,8 @@ def test_adapters_by_themselves_give_the_same_rewards_as_merged_weights(job: Job
     """Every push compares checksums. The reference needs no second model, and begins equal to the
     actor."""
     proxy = "actor_rollout_ref.proxy.kind=engine", "actor_rollout_ref.proxy.engine.name=hf"
-    merged = metrics_of(job, "merged", 3, *proxy)
-    alone = metrics_of(job, "adapters", 3, *proxy, PUSH)
+    merged = metrics_of(job, "merged", 3, *proxy, MERGED)
+    alone = metrics_of(job, "adapters", 3, *proxy)
     assert any(metrics["reward/mean"] > 0 for metrics in merged)
     assert abs(merged[0]["actor/kl_loss"]) < 1e-6 < merged[2]["actor/kl_loss"]
     for one, other in zip(merged, alone, strict=True):
@@ -71,10 +71,11 @@ def test_both_strategies_train_the_same_adapters(job: Job) -> None:
 
 
 @pytest.mark.long
-def test_vllm_computes_with_the_newest_adapters(job: Job) -> None:
-    if "vllm" not in available_engines():
-        pytest.skip("vllm is not installed; `make env` brings it")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_compute_with_the_newest_adapters(job: Job, engine: str) -> None:
+    if engine not in available_engines():
+        pytest.skip(f"{engine} is not installed; `make env` brings it")
     proxy = f"actor_rollout_ref.proxy.model.path={job.actor}"
-    found = metrics_of(job, "vllm", 3, proxy, PUSH, "actor_rollout_ref.rollout.name=vllm")
+    found = metrics_of(job, engine, 3, proxy, PUSH, f"actor_rollout_ref.rollout.name={engine}")
     assert found[0]["actor/kl_loss"] < 1e-6 < found[2]["actor/kl_loss"]
     assert any(metrics["actor/grad_norm"] > 0 for metrics in found)

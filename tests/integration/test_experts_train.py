@@ -77,6 +77,36 @@ def test_fine_tuning_learns_and_a_resume_on_pipeline_stages_equals_the_whole_run
     assert resumed == pytest.approx(whole[2:], rel=1e-5)
 
 
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_adapters_of_experts_are_trained_and_a_resume_on_stages_equals_the_whole_run(
+    experts_job: Job, shared: bool
+) -> None:
+    """The proxy is the actor without its adapters, so that the engines get these alone."""
+    family = "actor_rollout_ref."
+    keys = (
+        *(f"{family}proxy.model.path={experts_job.actor}", f"{family}actor.optim.lr=1e-2"),
+        *(f"{family}model.lora_rank=4", f"{family}model.experts_shared_outer_loras={shared}"),
+    )
+
+    def trained(name: str, *extra: str) -> list[dict[str, float]]:
+        run = run_forked(experts_job, f"{name} {shared}", steps=3, extra=(*keys, *extra))
+        assert run.codes == (0, 0), run.output[-6000:]
+        return [record["metrics"] for record in run.metrics()]
+
+    expert_ranks = f"{MEGATRON}expert_model_parallel_size=2"
+    whole = trained("adapters", expert_ranks, "trainer.save_freq=2")
+    assert max(metrics["rollout/probs_diff_max"] for metrics in whole) < 1e-4
+    assert whole[0]["actor/kl_loss"] < 1e-6 < whole[2]["actor/kl_loss"]
+    checkpoint = experts_job.folder / f"adapters {shared}" / "checkpoints" / "global_step_2"
+    (again,) = trained(
+        "adapters again",
+        f"trainer.resume_mode={checkpoint}",
+        f"{MEGATRON}pipeline_model_parallel_size=2",
+    )
+    for name in ("reward/mean", "critique/length", "actor/pg_loss", "actor/kl_loss"):
+        assert again[name] == pytest.approx(whole[2][name], abs=1e-5), name
+
+
 ROLLOUT = "actor_rollout_ref.rollout."
 BF16 = ("actor_rollout_ref.model.dtype=bfloat16", f"{ROLLOUT}temperature=1.3", f"{ROLLOUT}top_k=8")
 REPLAYS: dict[str, tuple[str, ...]] = {

@@ -22,6 +22,8 @@ from rollout_models import (
 )
 from safetensors.torch import load_file, save_file
 
+from ctrl_megatron.checkpoint.peft import with_own_matrices
+from ctrl_megatron.models.rules import adapter_names
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import EngineError, EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import launch_engine
@@ -41,18 +43,18 @@ def adapters(weights: dict[str, torch.Tensor], lora: Lora, seed: int) -> dict[st
     generator, found = torch.Generator().manual_seed(seed), {}
     for name, weight in sorted(weights.items()):
         if weight.dim() == 2 and name.split(".")[-2] in lora.targets:
-            stem, (out, width) = PREFIX + name.removesuffix(".weight"), weight.shape
+            out, width = weight.shape
             down, up = (
                 0.3 * torch.randn(size, generator=generator)
                 for size in ((lora.rank, width), (out, lora.rank))
             )
-            found |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up * (seed > 0)}
+            found |= dict(zip(adapter_names(name, lora), (down, up * (seed > 0)), strict=True))
     return found
 
 
 def merged(path: Path, given: dict[str, torch.Tensor], lora: Lora) -> Any:
     """transformers' model of the directory with merged adapters."""
-    weights = load_file(path / "model.safetensors")
+    weights, given = load_file(path / "model.safetensors"), with_own_matrices(given)
     for name, down in given.items():
         if ".lora_A." in name:
             own = name.removeprefix(PREFIX).replace(".lora_A.", ".")
@@ -114,33 +116,30 @@ def said(name: str, path: Path, lora: Lora, pushed: list[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "targets"),
+    ("name", "make", "targets", "shared"),
     [
-        ("hf", tiny_llama, DENSE),
-        ("vllm", tiny_llama, DENSE),
-        ("sglang", tiny_llama, DENSE),
-        pytest.param("sglang", tiny_llama, ("q_proj", "down_proj", "gate_proj"), id="sglang-some"),
-        ("hf", tiny_experts, DENSE),
-        pytest.param("hf", tiny_experts, ("k_proj", "up_proj"), id="hf-some-experts"),
+        ("hf", tiny_llama, DENSE, False),
+        ("vllm", tiny_llama, DENSE, False),
+        ("sglang", tiny_llama, DENSE, False),
+        # SGLang has these layers only with others in one.
+        ("sglang", tiny_llama, ("q_proj", "down_proj", "gate_proj"), False),
+        ("hf", tiny_experts, DENSE, False),
+        ("hf", tiny_experts, DENSE, True),
+        ("hf", tiny_experts, ("k_proj", "up_proj"), False),
         pytest.param(
-            *("hf", tiny_mixtral, ("q_proj", "w1", "w2", "w3")),
-            id="hf-mixtral",
-            marks=pytest.mark.long,
+            *("hf", tiny_mixtral, ("q_proj", "w1", "w2", "w3"), True), marks=pytest.mark.long
         ),
-        (
-            "hf",
-            tiny_latent,
-            ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *DENSE[3:]),
-        ),
+        ("hf", tiny_latent, (*LATENT, *DENSE[3:]), False),
     ],
 )
 def test_adapters_that_are_pushed_are_merged_weights(
-    tmp_path: Path, name: str, make: Any, targets: tuple[str, ...]
+    tmp_path: Path, name: str, make: Any, targets: tuple[str, ...], shared: bool
 ) -> None:
     if name not in available_engines():
         pytest.skip(f"the optional engine {name} is not installed")
     torch.set_num_threads(1)
-    path, lora = save(make(0), tmp_path / "model"), Lora(rank=RANK, alpha=ALPHA, targets=targets)
+    path = save(make(0), tmp_path / "model")
+    lora = Lora(rank=RANK, alpha=ALPHA, targets=targets, shared_outer=shared)
     weights = load_file(path / "model.safetensors")
     pushed = [adapters(weights, lora, seed) for seed in range(3)]
     base, *found = said(name, path, lora, pushed)
