@@ -196,7 +196,7 @@ METRICS: dict[str, Metric] = {
         "completions that an engine interrupted for want of cache memory (vllm, sglang)"
     ),
     "sync/pushes": Metric("pushes of weights to the engines"),
-    "sync/seconds": Metric("time of the pushes, including checksums if they are on"),
+    "sync/seconds": Metric("time of the pushes, including what verifies them"),
     "sync/gigabytes": Metric("what the pushes sent; kept weights of the proxy are sent once"),
     "sync/gigabytes_per_second": Metric("speed of the pushes that sent anything"),
     "sandbox/isolation": Metric("isolation of programs: 2 strict, 1 standard, 0 none"),

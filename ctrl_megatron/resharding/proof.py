@@ -22,9 +22,9 @@ VerifyMode = Literal["false", "first", "every", "true"]
 PROBE_TOKENS = 64
 """Length of the longest probe."""
 _SHORTEST = 4
-_LARGEST_ERROR = 0.125
-"""The standard error up to which a share is believed: a quarter of the way from nothing or all to
-the middle between them."""
+_ERRORS = 4.0
+"""Standard errors by which a share must be off one half, which it has where rounding in trainer and
+engine hides the change (half of the regressor's noise, that of ``old``, is in ``held - old``)."""
 
 
 def share_of_change(
@@ -157,10 +157,10 @@ class PushProof:
         share, error = share_of_change(held, old, new)
         if new.isfinite().all() and not held.isfinite().all():
             share, error = 0.0, 0.0
-        if not error <= _LARGEST_ERROR:
-            return False
-        if share >= 0.5:
+        if share - _ERRORS * error > 0.5:
             return True
+        if not share + _ERRORS * error < 0.5:
+            return False
         seen = (
             f"of the change of {len(new)} log-probs {change} its own have {share:.2f} (0 is "
             f"nothing, 1 all of it; standard error {error:.2f})"

@@ -46,17 +46,20 @@ def test_without_a_change_nothing_is_said() -> None:
 
 
 class FakePolicy:
-    """A policy whose log-probs are given."""
+    """A policy whose log-probs are given, but for the rounding of each pass."""
 
-    def __init__(self, log_probs: torch.Tensor, base: torch.Tensor | None = None) -> None:
-        self.now, self.base, self.passes = log_probs, base, 0
+    def __init__(
+        self, log_probs: torch.Tensor, base: torch.Tensor | None = None, noise: float = NOISE
+    ) -> None:
+        self.now, self.base, self.noise, self.passes = log_probs, base, noise, 0
         self.shape = SimpleNamespace(lora=None if base is None else object())
 
     def log_probs(self, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         assert rows["input_ids"].tolist() == [list(ROW)]
         assert rows["attention_mask"].all() and rows["response_mask"].shape == (1, N)
         self.passes += 1
-        return self.now[None], torch.zeros(1, N)
+        rounded = self.now + drawn(1000 + self.passes, self.noise)
+        return rounded[None], torch.zeros(1, N)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -88,21 +91,40 @@ def push(
     return True
 
 
-def test_pushes_are_probed_until_the_weights_have_visibly_changed() -> None:
-    first, way = drawn(0, 2.0), drawn(1)
-    policy, shown, noise = FakePolicy(first), proof(), iter(range(100, 200))
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("adapters", [False, True])
+def test_pushes_are_probed_until_the_weights_have_visibly_changed(
+    seed: int, adapters: bool
+) -> None:
+    """Each step changes less than what rounding does, in trainer and engine."""
+    first, way, noise = drawn(seed, 2.0), drawn(seed + 50), iter(range(100, 1000))
+    policy, shown = FakePolicy(first, first if adapters else None), proof()
     probed = []
-    for step in range(40):
-        # Each step changes less than what rounding does.
+    for step in range(70):
         policy.now = first + 0.001 * step * way
         probed.append(
             push(shown, policy, f"actor@{step}", lambda now: now + drawn(next(noise), NOISE))
         )
     # Then it is told from rounding.
-    assert [step for step, was in enumerate(probed, 1) if was] in ([1, 2, 4, 8], [1, 2, 4, 8, 16])
-    # Engines that were started again have to show it again; another policy is not concerned.
+    pushes = [step for step, was in enumerate(probed, 1) if was]
+    assert pushes in ([1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32, 64])
+    # Engines that were started again have to show it again.
     shown.forget()
-    assert push(shown, policy, "actor@40", lambda now: now + drawn(7, NOISE))
+    assert push(shown, policy, "actor@70", lambda now: now + drawn(7, NOISE))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("adapters", [False, True])
+def test_an_engine_that_stays_behind_is_found_as_soon_as_it_can_be_seen(
+    seed: int, adapters: bool
+) -> None:
+    first, way, noise = drawn(seed, 2.0), drawn(seed + 50), iter(range(100, 1000))
+    policy, shown = FakePolicy(first, first if adapters else None), proof()
+    with pytest.raises(RuntimeError, match="Verified pushes"):
+        for step in range(70):
+            policy.now = first + 0.001 * step * way
+            push(shown, policy, f"actor@{step}", lambda now: first + drawn(next(noise), NOISE))
+    assert 4 < step < 64
 
 
 @pytest.mark.parametrize("behind", ["first", "zeros", "random", "nan"])
