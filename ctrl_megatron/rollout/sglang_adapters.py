@@ -19,7 +19,7 @@ FUSED = {
 """Layers that SGLang has in one -> those of the model."""
 
 
-def lora_args(lora: Lora | None, *, on_gpu: bool) -> dict[str, Any]:
+def sglang_lora_args(lora: Lora | None, *, on_gpu: bool) -> dict[str, Any]:
     """SGLang's arguments for an engine with adapters."""
     if lora is None:
         return {}
@@ -39,7 +39,7 @@ def _fused_targets(lora: Lora) -> set[str]:
     return {*lora.targets, *(part for parts in together for part in parts)}
 
 
-class PushedAdapters:
+class SglangAdapters:
     """The adapters that the last update has brought."""
 
     def __init__(self, control: Any, lora: Lora, weights: Sequence[TensorSpec]) -> None:
@@ -78,7 +78,7 @@ def _matrices(spec: TensorSpec, lora: Lora) -> Any:
     return ("A", (lora.rank, width)), ("B", (out, lora.rank))
 
 
-def require_same_adapters(manager: Any, tensors: dict[str, torch.Tensor]) -> None:
+def require_loaded_adapters(manager: Any, tensors: dict[str, torch.Tensor]) -> None:
     """RuntimeError unless the adapters that SGLang's ``LoRAManager`` computes with are
     ``tensors``."""
     (adapter,) = manager.loras.values()

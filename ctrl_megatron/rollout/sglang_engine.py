@@ -52,7 +52,7 @@ from ctrl_megatron.rollout.engine import (
 )
 from ctrl_megatron.rollout.hf_routes import joined_routes
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
-from ctrl_megatron.rollout.sglang_adapters import PushedAdapters, lora_args
+from ctrl_megatron.rollout.sglang_adapters import SglangAdapters, sglang_lora_args
 from ctrl_megatron.rollout.sglang_worker import QUEUED, SAMPLER, run_scheduler
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk
 from ctrl_megatron.rollout.weight_update import (
@@ -123,7 +123,7 @@ def server_args(spec: EngineSpec) -> dict[str, Any]:
             # Overlapping work would compete for the same cores.
             "disable_overlap_schedule": True,
         }
-    chosen |= lora_args(spec.lora, on_gpu=on_gpu)
+    chosen |= sglang_lora_args(spec.lora, on_gpu=on_gpu)
     if (part := spec.part) is not None:
         chosen |= {
             **{"nnodes": part.of, "node_rank": part.number},
@@ -249,7 +249,7 @@ class SglangEngine:
         self._adapters = None
         if spec.lora is not None:
             weights = checkpoint_specs(spec.model_path, spec.dtype)
-            self._adapters = PushedAdapters(self._control, spec.lora, weights)
+            self._adapters = SglangAdapters(self._control, spec.lora, weights)
         self._running = 0
         # ``health`` reports a dead child.
         self._control._subprocess_watchdog.stop()

@@ -43,7 +43,7 @@ from ctrl_megatron.rollout.sampling import (
     random_numbers_at,
     truncate_rows,
 )
-from ctrl_megatron.rollout.sglang_adapters import FUSED, require_same_adapters
+from ctrl_megatron.rollout.sglang_adapters import FUSED, require_loaded_adapters
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
 
 SAMPLER = "pytorch"
@@ -187,7 +187,7 @@ def load_chunk(self: Any, chunk: str) -> None:
 
 def check_adapters(self: Any, file: str) -> None:
     """RPC: RuntimeError unless the scheduler has the adapters of a file."""
-    require_same_adapters(self.tp_worker.model_runner.lora_manager, load_file(file))
+    require_loaded_adapters(self.tp_worker.model_runner.lora_manager, load_file(file))
 
 
 def hf_checksums(

@@ -14,7 +14,7 @@ from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import Lora
 
 
-def lora_args(lora: Lora | None) -> dict[str, Any]:
+def vllm_lora_args(lora: Lora | None) -> dict[str, Any]:
     """vLLM's arguments for an engine with adapters; ValueError for a rank that is too large."""
     if lora is None:
         return {}
@@ -25,7 +25,7 @@ def lora_args(lora: Lora | None) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest}
 
 
-class PushedAdapters:
+class VllmAdapters:
     """The adapters that the last update has brought."""
 
     def __init__(self, llm: AsyncLLM, lora: Lora) -> None:

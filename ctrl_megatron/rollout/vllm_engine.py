@@ -38,7 +38,7 @@ from ctrl_megatron.rollout.engine import (
     new_tokens_callback,
 )
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
-from ctrl_megatron.rollout.vllm_adapters import PushedAdapters, lora_args
+from ctrl_megatron.rollout.vllm_adapters import VllmAdapters, vllm_lora_args
 from ctrl_megatron.rollout.vllm_counters import VllmCounters
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
 from ctrl_megatron.rollout.weight_update import WeightState, read_model_config, updated_tensor_specs
@@ -73,7 +73,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "worker_extension_cls": _EXTENSION,
         "disable_log_stats": True,
     }
-    chosen |= lora_args(spec.lora)
+    chosen |= vllm_lora_args(spec.lora)
     if spec.quantised:
         chosen["hf_overrides"] = {"quantization_config": quantization_config()}
     if current_platform.is_cpu():
@@ -174,7 +174,7 @@ class VllmEngine:
         self._spec, self._llm, self._counted = spec, llm, counted
         self._vocab_size: int = read_model_config(spec.model_path)["vocab_size"]
         self._state = WeightState(updated_tensor_specs(spec))
-        self._adapters = PushedAdapters(llm, spec.lora) if spec.lora else None
+        self._adapters = VllmAdapters(llm, spec.lora) if spec.lora else None
         self._resume_after, self._running = True, 0
 
     @classmethod

@@ -8,7 +8,7 @@ seconds of the pushes after the first, the trainer's host memory at the last ste
 memory plan says of the models, the largest distance of rewards between both kinds of push, how far
 the engine's probabilities are from the trainer's, and what rounding leaves of merged adapters:
 
-    python tools/bench/adapters.py --steps 12 -- actor_rollout_ref.model.dtype=bfloat16
+    python tools/bench/adapters.py --steps 12 actor_rollout_ref.model.dtype=bfloat16
 
 Model, data and all other keys are those of ``examples/ctrl_smollm2_cpu.yaml``, whose first lines
 say how they are made.
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rank", type=int, default=8, help="rank of the adapters")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_adapters"))
-    parser.add_argument("overrides", nargs="*", help="after --: KEY=VALUE of every run")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE of every run")
     args = parser.parse_args()
     lora = f"actor_rollout_ref.model.lora_rank={args.rank}"
     push = "actor_rollout_ref.rollout.adapter_push="
