@@ -366,6 +366,13 @@ class EngineConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's constructor."""
 
+    def uses_whole_hosts(self, trainer_gpus_per_node: int, hosts: int) -> bool:
+        """Whether one engine uses all devices for engines of several of the ``hosts``."""
+        each = self.n_gpus_per_node or trainer_gpus_per_node
+        spans, rest = divmod(self.tensor_model_parallel_size, each)
+        able = spans > 1 and not rest and ENGINES[self.name].tensor_parallel
+        return able and hosts % spans == 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyServer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ctrl_megatron.config.actor_rollout_ref import EngineConfig
 from ctrl_megatron.config.schema import Config
 from ctrl_megatron.engine_kinds import ENGINES
 
@@ -40,7 +39,7 @@ def adapter_push_problems(config: Config) -> Iterator[str]:
             f"{_R}update_in_flight changes weights while completions are drawn, and {kind.title} "
             f"changes adapters only while it draws none; leave {key} out"
         )
-    if uses_whole_hosts(config, rollout, rollout.n_gpus_per_node or config.trainer.n_gpus_per_node):
+    if rollout.uses_whole_hosts(config.trainer.n_gpus_per_node, config.trainer.nnodes):
         yield (
             f"{key} writes adapters on the host that serves an engine, and "
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs several; "
@@ -52,10 +51,3 @@ def adapter_push_problems(config: Config) -> Iterator[str]:
             f"{key} lets engines keep the weights of actor_rollout_ref.model.path, which are not "
             f"those of {_P}model.path={proxy}; set {_P}kind=engine, or leave it out"
         )
-
-
-def uses_whole_hosts(config: Config, keys: EngineConfig, each: int) -> bool:
-    """Whether engines of the configured size use all ``each`` devices of several hosts."""
-    spans, rest = divmod(keys.tensor_model_parallel_size, each)
-    able = spans > 1 and not rest and ENGINES[keys.name].tensor_parallel
-    return able and config.trainer.nnodes % spans == 0

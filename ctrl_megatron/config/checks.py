@@ -20,7 +20,6 @@ from ctrl_megatron.config.actor_rollout_ref import (
 from ctrl_megatron.config.adapters import (
     CUT_TRANSPORTS,
     adapter_push_problems,
-    uses_whole_hosts,
 )
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import KeyPlace, require_one_of
@@ -182,7 +181,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
     if purpose != "sft":
         rollout_tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
         rollout = config.actor_rollout_ref.rollout
-        whole = uses_whole_hosts(config, rollout, each)
+        whole = rollout.uses_whole_hosts(each, config.trainer.nnodes)
         if rollout.n_gpus_per_node is None and each % rollout_tensor and not whole:
             raise UserError(
                 f"{_R}tensor_model_parallel_size={rollout_tensor} does not divide trainer."
@@ -448,7 +447,7 @@ def _engine(config: Config, prefix: str, keys: EngineConfig) -> Iterator[str]:
             f"{prefix}tensor_model_parallel_size={size} is not possible with {prefix}name="
             f"{keys.name}; use {' or '.join(able)}, or set it to 1"
         )
-    whole = uses_whole_hosts(config, keys, gpus or config.trainer.n_gpus_per_node)
+    whole = keys.uses_whole_hosts(config.trainer.n_gpus_per_node, config.trainer.nnodes)
     if gpus is not None and gpus % size and not whole:
         yield (
             f"{prefix}n_gpus_per_node={gpus} is no multiple of {prefix}"

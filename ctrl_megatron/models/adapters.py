@@ -25,11 +25,14 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.linear_adapters import LinearAdapter
 from ctrl_megatron.models.rules import adapted_module, adapter_name
 from ctrl_megatron.models.shards import ShardParam
 from ctrl_megatron.types import Lora
 
+_GROUPED_RANK = 8
+"""What the rank is a multiple of: grouped products on a GPU read rows of whole 16 bytes."""
 _EXPERT = re.compile(r"(\.local_experts)\.\d+\.")
 Product = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 """(tokens, the matrix of each adapter) -> every token times the transpose of its own matrix."""
@@ -222,6 +225,13 @@ def add_adapters(model: GPTModel, lora: Lora, params: Mapping[str, ShardParam]) 
             for leaf in ("down", "up")
         )
         weight = params[f"{name}.weight"]
+        grouped = weight.mesh == "expert" and model.config.moe_grouped_gemm
+        if grouped and torch.cuda.is_available() and lora.rank % _GROUPED_RANK:
+            raise UserError(
+                f"grouped products of experts need a multiple of {_GROUPED_RANK}, not {lora.rank}",
+                key="actor_rollout_ref.model.lora_rank",
+                remedy="change it, or name no layers of experts in target_modules",
+            )
         linear.adapter = Adapter(
             lora,
             weight,

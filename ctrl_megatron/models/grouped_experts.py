@@ -68,10 +68,8 @@ def _adapted_products(tokens: torch.Tensor, ends: torch.Tensor, layers: list[Any
     def product(rows: torch.Tensor, matrices: Sequence[torch.Tensor]) -> Any:
         return _GroupedLinear.apply(rows, ends, *matrices)
 
-    out, adapter = (
-        product(tokens, [layer.weight for layer in layers]),
-        getattr(layers[0], "adapter", None),
-    )
+    out = product(tokens, [layer.weight for layer in layers])
+    adapter = getattr(layers[0], "adapter", None)
     if adapter is None or not adapter.on:
         return out
     return out + adapter.of_all([layer.adapter for layer in layers], tokens, product)

@@ -302,3 +302,11 @@ def test_every_layout_adapts_experts_and_latent_attention(
 @pytest.mark.parametrize("name", ["tp2_sp", "pp2", "cp2"])
 def test_layers_of_transformer_engine_get_adapters_too(tmp_path: Path, name: str) -> None:
     check(tmp_path, {name: LAYOUTS[name]}, FAMILIES, te=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tp1", "tp2_etp2"])
+def test_experts_and_latent_attention_of_transformer_engine_get_adapters_too(
+    tmp_path: Path, name: str
+) -> None:
+    check(tmp_path, {name: OF_EXPERTS[name]}, ("qwen3_moe", "deepseek_v3"), te=True)
