@@ -399,12 +399,12 @@ class SglangEngine:
     ) -> None:
         """Frozen completions recompute their KV cache afterwards. Adapters are only replaced while
         no completion runs: each carries the adapter with which it began."""
+        if self._adapters and self._running:
+            raise EngineError(f"{self._running} calls still draw with the adapters of before")
         await self._state.replace_weights(self, specs, chunks, version)
 
     async def begin_update(self) -> None:
         if self._adapters:
-            if self._running:
-                raise EngineError(f"{self._running} calls still draw with the adapters of before")
             return
         self._resume_after = not self._paused
         await self.pause("keep")

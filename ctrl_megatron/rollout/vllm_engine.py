@@ -280,6 +280,8 @@ class VllmEngine:
     ) -> None:
         """Frozen completions recompute their KV cache afterwards. Adapters are only replaced while
         no completion runs: each carries the adapter with which it began."""
+        if self._adapters and self._running:
+            raise EngineError(f"{self._running} calls still draw with the adapters of before")
         try:
             await self._state.replace_weights(self, specs, chunks, version)
         except EngineDeadError as error:
@@ -287,8 +289,6 @@ class VllmEngine:
 
     async def begin_update(self) -> None:
         self._resume_after = not await self._llm.is_paused()
-        if self._adapters and self._running:
-            raise EngineError(f"{self._running} calls still draw with the adapters of before")
         # A step with half-loaded weights kills vLLM's engine core. ``pause_generation`` does the
         # same as this call and sleeps 20 ms.
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)

@@ -42,6 +42,7 @@ NOT_HERE = {
     "trainer.metrics_host": "a run that serves its metrics, as in test_scraped_run.py",
     "actor_rollout_ref.model.lora_alpha": "a run with adapters, as in test_adapters_train.py",
     "actor_rollout_ref.model.target_modules": "the same",
+    "actor_rollout_ref.model.experts_shared_outer_loras": "as in test_experts_train.py",
     **{
         f"{group}.megatron.{size}_model_parallel_size": "a model on ranks of its own, as in "
         "test_apart.py"
