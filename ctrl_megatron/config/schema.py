@@ -158,7 +158,7 @@ class Trainer:
     """Seed of the row order and of everything without a separate seed."""
     verify_weight_sync: Literal["false", "first", "every", "true"] = key("first", stage="rl")
     """After which weight updates checksums, and one row's log-probs, are compared in trainer and
-    engine. first: after the first of each policy and engine, and log-probs until the weights have
+    engine. first: after the first of an engine, and log-probs of each policy until its weights have
     visibly changed. every, true: after each."""
     max_bad_steps: int = key(3, AT_LEAST_1)
     """Steps in a row with a loss or gradient that is not finite, whose updates are skipped, after

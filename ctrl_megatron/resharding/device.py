@@ -269,7 +269,7 @@ class DeviceOwner:
                         self._sender,
                         self._waiting,
                         version=version,
-                        verify=self._proof.compares_checksums(role),
+                        verify=self._proof.compares_checksums,
                     )
                     self._loaded = version
                     if role in AGENTS:

@@ -50,7 +50,6 @@ class _Policy:
     """What is shown about the engines' weights of one policy, and its probe's log-probs."""
 
     pushes: int = 0
-    """Pushes so far, of which the first had its checksums compared."""
     is_probed: bool = False
     """The probe has shown that the engines follow the trainer."""
     old: torch.Tensor | None = None
@@ -73,8 +72,8 @@ class PushProof:
         checksums: bool = True,
         merges: bool = False,
     ) -> None:
-        """``first`` verifies the first push of each policy and of each directory, and probes pushes
-        2, 4, 8, ... until the weights have changed more than rounding can hide.
+        """``first`` compares the checksums of the first push, and probes those of each policy, number
+        1, 2, 4, 8, ..., until the weights have changed more than rounding can hide.
         ``probe`` are the row's tokens; fewer than four make no probe. ``checksums`` is off for
         engines whose weights cannot be read back. ``merges`` says that adapters are merged into
         what the engines get: rounding may take all of a small change, which is only worth a
@@ -84,16 +83,20 @@ class PushProof:
         self._merges, self._warned = merges, False
         self.probe = list(probe[:PROBE_TOKENS])
         self._policies = defaultdict[str, _Policy](_Policy)
+        self._compared = False
+        """Checksums were equal once since the engines' start."""
 
     def forget(self, *roles: str) -> None:
         """Nothing is shown any more about the weights of ``roles``, or of all without any: engines
         were started again, or get another model."""
+        self._compared = False
         for role in roles or tuple(self._policies):
             self._policies.pop(role, None)
 
-    def compares_checksums(self, role: str) -> bool:
-        """Whether the next push for ``role`` has to."""
-        first = self._mode == "first" and not self._policies[role].pushes
+    @property
+    def compares_checksums(self) -> bool:
+        """Whether the next push has to."""
+        first = self._mode == "first" and not self._compared
         return self._checksums and (first or self._mode in ("every", "true"))
 
     def needs_probe(self, role: str) -> bool:
@@ -131,7 +134,7 @@ class PushProof:
         weights of ``version``.
         """
         own = self._policies[role]
-        own.pushes += 1
+        own.pushes, self._compared = own.pushes + 1, True
         if own.new is None:
             return
         new, own.new = own.new, None

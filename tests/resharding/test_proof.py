@@ -192,15 +192,14 @@ def test_the_modes(mode: str, checksums: list[int], probes: list[int]) -> None:
     unread = proof(mode, checksums=False)
     for step, (compared, probed) in enumerate(zip(checksums, probes, strict=True)):
         policy.now = drawn(step)
-        assert shown.compares_checksums("actor") == bool(compared)
-        assert not unread.compares_checksums("actor")
+        assert shown.compares_checksums == bool(compared)
+        assert not unread.compares_checksums
         assert push(shown, policy, f"actor@{step}") == bool(probed)
-    # Of a directory there are checksums alone.
-    assert shown.compares_checksums("proxy") == (mode != "false")
+    # A directory has no probe.
+    assert shown.compares_checksums == (mode in ("every", "true"))
     shown.end_push("proxy", "proxy")
-    assert shown.compares_checksums("proxy") == (mode in ("every", "true"))
     shown.forget("proxy")
-    assert shown.compares_checksums("proxy") == (mode != "false")
+    assert shown.compares_checksums == (mode != "false")
 
 
 def test_a_row_that_is_too_short_is_no_probe() -> None:
