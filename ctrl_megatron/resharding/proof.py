@@ -72,8 +72,8 @@ class PushProof:
         checksums: bool = True,
         merges: bool = False,
     ) -> None:
-        """``first`` compares the checksums of the first push, and probes those of each policy, number
-        1, 2, 4, 8, ..., until the weights have changed more than rounding can hide.
+        """``first`` compares the checksums of the first push, and probes pushes 1, 2, 4, 8, ... of
+        each policy until the weights have changed more than rounding can hide.
         ``probe`` are the row's tokens; fewer than four make no probe. ``checksums`` is off for
         engines whose weights cannot be read back. ``merges`` says that adapters are merged into
         what the engines get: rounding may take all of a small change, which is only worth a
