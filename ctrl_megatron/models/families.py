@@ -94,6 +94,27 @@ def _qwen3_attention(config: HfConfig, where: str) -> GroupedQueryAttention:
     return _grouped_query(config, where, qkv_bias=False, qk_norm=True)
 
 
+def _glm4_attention(config: HfConfig, where: str) -> GroupedQueryAttention:
+    """The first ``partial_rotary_factor`` of a head's numbers are rotated."""
+    found = _grouped_query(
+        config,
+        where,
+        qkv_bias=bool(config["attention_bias"]),
+        qk_norm=bool(config["use_qk_norm"]),
+    )
+    key = "partial_rotary_factor"
+    given = {
+        **config,
+        **(config.get("rope_scaling") or {}),
+        **(config.get("rope_parameters") or {}),
+    }
+    rotated = int(found.head_dim * positive_number(given, key, where))
+    if not 0 < rotated <= found.head_dim:
+        raise UserError(f"{where}: {key}={given[key]!r} must be at most 1")
+    require_even_rotary_width(rotated, where)
+    return replace(found, rotated=None if rotated == found.head_dim else rotated)
+
+
 def _dense(config: HfConfig, where: str) -> tuple[Dense, ...]:
     width = whole(config, "intermediate_size", where)
     return (Dense(width=width),) * whole(config, "num_hidden_layers", where)
@@ -371,6 +392,33 @@ FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob": (None, True),
         },
         scalings=(NoneType, YarnScaling),
+    ),
+    "glm4_moe": Family(
+        attention=_glm4_attention,
+        feed_forward=_deepseek_v3,
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.0,
+        },
+        keys=frozenset(
+            [
+                *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"),
+                *("moe_intermediate_size", "topk_group", "norm_topk_prob", "first_k_dense_replace"),
+                *("routed_scaling_factor", "num_nextn_predict_layers", "use_qk_norm"),
+                *("partial_rotary_factor", "attention_bias", *_ROUTER_LOSS),
+            ]
+        ),
+        only={"norm_topk_prob": (None, True)},
+        scalings=(NoneType,),
     ),
     "Dream": Family(
         attention=partial(_grouped_query, qkv_bias=True, qk_norm=False),

@@ -111,7 +111,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     if family.diffusion is not None and "auto_map" in config:
         _warn_of_keys(where, "auto_map", f"code of its authors; the {name} family is built in")
     config = {**_DEFAULTS, **family.defaults, **config}
-    rope = parse_rope(config, where)
+    rope = parse_rope(config, where, partial="partial_rotary_factor" in family.keys)
     if not isinstance(rope.scaling, family.scalings):
         kind = type(rope.scaling).__name__.removesuffix("Scaling").lower()
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
@@ -183,7 +183,7 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
         **family.only,
     }
     for key, allowed in wanted.items():
-        if config.get(key) not in allowed:
+        if key not in family.keys - family.only.keys() and config.get(key) not in allowed:
             raise UserError(
                 f"{where}: {spelt.get(key, key)}={config.get(key)!r} is not supported, only "
                 f"{allowed[-1]!r}"

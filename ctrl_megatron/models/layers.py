@@ -139,8 +139,18 @@ def _halves(x: torch.Tensor) -> Sequence[torch.Tensor]:
     return x.chunk(2, dim=-1)
 
 
+def _rotate_first(
+    out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
+) -> None:
+    """out = x (T, ..., D), whose first numbers, two for each column of the tables, are rotated."""
+    width = 2 * cos.shape[-1]
+    rotate(_halves(out[..., :width]), _halves(x[..., :width]), cos, sin, sign)
+    out[..., width:] = x[..., width:]
+
+
 class _SplitAndRotate(torch.autograd.Function):
-    """Queries, keys and values of (T, G, a + 2, D), the first two rotated."""
+    """Queries, keys and values of (T, G, a + 2, D), the first two rotated as far as the tables
+    reach."""
 
     @staticmethod
     def forward(
@@ -149,8 +159,8 @@ class _SplitAndRotate(torch.autograd.Function):
         tokens, groups, parts, width = mixed.shape
         query = mixed.new_empty((tokens, groups, parts - 2, width))
         key = mixed.new_empty((tokens, groups, 1, width))
-        rotate(_halves(query), _halves(mixed[:, :, :-2]), cos, sin, 1)
-        rotate(_halves(key), _halves(mixed[:, :, -2:-1]), cos, sin, 1)
+        _rotate_first(query, mixed[:, :, :-2], cos, sin, 1)
+        _rotate_first(key, mixed[:, :, -2:-1], cos, sin, 1)
         ctx.save_for_backward(cos, sin)
         return query, key, mixed[:, :, -1:].clone()
 
@@ -160,8 +170,8 @@ class _SplitAndRotate(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         tokens, groups, heads, width = query.shape
         out = query.new_empty((tokens, groups, heads + 2, width))
-        rotate(_halves(out[:, :, :-2]), _halves(query), cos, sin, -1)
-        rotate(_halves(out[:, :, -2:-1]), _halves(key), cos, sin, -1)
+        _rotate_first(out[:, :, :-2], query, cos, sin, -1)
+        _rotate_first(out[:, :, -2:-1], key, cos, sin, -1)
         out[:, :, -1:] = value
         return out, None, None
 

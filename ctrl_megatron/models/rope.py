@@ -132,8 +132,9 @@ def rope_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     return inverse if rope.scaling is None else rope.scaling.scale_frequencies(inverse, rope.theta)
 
 
-def parse_rope(config: dict[str, Any], where: str) -> Rope:
+def parse_rope(config: dict[str, Any], where: str, *, partial: bool = False) -> Rope:
     """The embedding of a ``config.json`` mapping, whose ``max_position_embeddings`` is set.
+    ``partial`` is for a family that reads ``partial_rotary_factor``.
 
     transformers 5 writes ``rope_parameters``; 4 wrote ``rope_theta`` and ``rope_scaling``, which
     vLLM and SGLang read too. UserError for a type or key that is not supported.
@@ -150,7 +151,7 @@ def parse_rope(config: dict[str, Any], where: str) -> Rope:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UserError(f"{where}: rope type {kind!r} is not supported; known: {', '.join(_KINDS)}")
-    if scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
+    if not partial and scaling.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UserError(f"{where}: partial_rotary_factor is not supported")
     keys, build = _KINDS[kind]
     common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}

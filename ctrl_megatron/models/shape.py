@@ -20,6 +20,8 @@ class GroupedQueryAttention:
     head_dim: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    rotated: int | None = None
+    """The first numbers of a head that are rotated; None for all."""
 
     @property
     def query_width(self) -> int:
@@ -34,7 +36,7 @@ class GroupedQueryAttention:
     @property
     def rotary_width(self) -> int:
         """Numbers of a head's query that are rotated by the token's position."""
-        return self.head_dim
+        return self.head_dim if self.rotated is None else self.rotated
 
     @property
     def attended_width(self) -> int:

@@ -71,9 +71,11 @@ def biases_of(directory: Path) -> dict[str, torch.Tensor]:
 def assert_close(found: Path, expected: dict[str, torch.Tensor], rel: float) -> None:
     weights = weights_of(found)
     assert expected.keys() == weights.keys()
+    # Gradients that cancel are rounding: of keys' biases where nothing is rotated, all do.
+    floor = 1e-7 * float(torch.stack([want.norm() for want in expected.values()]).norm())
     for name, want in expected.items():
         gap = float((weights[name] - want).norm())
-        assert gap <= rel * float(want.norm()), (found, name, gap)
+        assert gap <= rel * float(want.norm()) + floor, (found, name, gap)
 
 
 def in_world(layout: dict[str, Any], out: Path, **calls: dict[str, Any]) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def random_routes(directory: Path, seed: int) -> torch.Tensor:
 
 def weights_at(router: Any, config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The weights of given experts by the rule of the family."""
-    if "deepseek_v3" in config.model_type:
+    if config.model_type in ("deepseek_v3", "glm4_moe"):
         chosen = logits.float().sigmoid().gather(1, ids)
         return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
     chosen = logits.float().softmax(-1).gather(1, ids)

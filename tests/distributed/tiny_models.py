@@ -70,6 +70,15 @@ EXPERTS = {
         {**_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "tie_word_embeddings": True},
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            **{"head_dim": 20, "partial_rotary_factor": 0.5, "attention_bias": True},
+            **{"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 24, "use_qk_norm": False, "routed_scaling_factor": 1.3},
+            **{"first_k_dense_replace": 1, "num_nextn_predict_layers": None},
+        },
+    ),
     "deepseek_v2": (
         transformers.DeepseekV2Config,
         {**_LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},

@@ -251,7 +251,10 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+SHAPES = Path(__file__).parents[2] / "examples/shapes"
+GLM45_AIR = json.loads((SHAPES / "glm-4.5-air.json").read_text())
 EXPERTS = {
+    "glm4_moe": GLM45_AIR,
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "deepseek_v2": DEEPSEEK_V2_LITE,
@@ -385,6 +388,8 @@ def test_layers_with_experts_are_those_of_the_configuration() -> None:
         ("mixtral", 46_702_792_704),
         ("deepseek_v2", 15_706_484_224),
         ("deepseek_v3", 671_026_404_352 + 58 * 256),
+        # What transformers' own model has, which leaves the predicted further tokens out as well.
+        ("glm4_moe", 106_852_245_504 + 45 * 128),
     ],
 )
 def test_a_model_with_experts_has_as_many_parameters_as_published(
@@ -397,6 +402,11 @@ def test_a_model_with_experts_has_as_many_parameters_as_published(
 
 
 FILLED_IN_FOR_EXPERTS = {
+    "glm4_moe": (
+        *("attention_bias", "use_qk_norm", "partial_rotary_factor", "first_k_dense_replace"),
+        *("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "rms_norm_eps"),
+        *("num_key_value_heads", "max_position_embeddings"),
+    ),
     "qwen3_moe": ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "head_dim"),
     "mixtral": ("rope_theta", "rms_norm_eps", "max_position_embeddings", "num_key_value_heads"),
     "deepseek_v2": ("routed_scaling_factor", "topk_method", "first_k_dense_replace"),
@@ -406,6 +416,7 @@ FILLED_IN_FOR_EXPERTS = {
     ),
 }
 NEEDED_FOR_EXPERTS = {
+    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "qwen3_moe": ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank"),
@@ -516,6 +527,10 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 7}, "n_group=7"),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("glm4_moe", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be at most 1"),
+    ("glm4_moe", {"partial_rotary_factor": 0.01}, "cannot be rotated in pairs"),
+    ("glm4_moe", rope("yarn", factor=4.0), "yarn"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),

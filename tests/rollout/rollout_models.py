@@ -87,6 +87,22 @@ def tiny_mixtral(seed: int) -> torch.nn.Module:
     return MixtralForCausalLM(config).eval()
 
 
+def tiny_glm(seed: int) -> torch.nn.Module:
+    """A random fp32 GLM-4.5: a dense layer, and one with experts; half of a head is rotated."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Glm4MoeConfig(
+        **{"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64},
+        **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "n_shared_experts": 1, "num_nextn_predict_layers": 0},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+        **{"attention_bias": True, "vocab_size": VOCAB, "max_position_embeddings": 2048},
+        **{"initializer_range": 0.2, "tie_word_embeddings": False, "partial_rotary_factor": 0.5},
+    )
+    return Glm4MoeForCausalLM(config).eval()
+
+
 def tiny_latent(seed: int) -> torch.nn.Module:
     """A random fp32 DeepSeek-V3: a dense layer, and one with experts."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -294,6 +310,8 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     held = {name: p.detach() for name, p in model.named_parameters()}
+    # The bias by which a router chooses is no parameter.
+    held |= {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
     return revert_weight_conversion(model, held)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,16 @@ import psutil
 import pytest
 import torch
 from listening import listening, reached_from_outside
-from rollout_models import Sender, greedy, save, tiny_experts, tiny_llama, tiny_mixtral, weights
+from rollout_models import (
+    Sender,
+    greedy,
+    save,
+    tiny_experts,
+    tiny_glm,
+    tiny_llama,
+    tiny_mixtral,
+    weights,
+)
 from safetensors.torch import load_file
 
 from ctrl_megatron.engine_kinds import EngineName
@@ -56,6 +65,8 @@ def check_shards(process: EngineProcess, directory: Path, cut: EngineCut, transp
         # With experts below, and in test_experts_train.py.
         pytest.param("sglang", tiny_llama, marks=pytest.mark.long),
         pytest.param("vllm", tiny_mixtral, marks=pytest.mark.long),
+        pytest.param("vllm", tiny_glm, marks=pytest.mark.long),
+        pytest.param("sglang", tiny_glm, marks=pytest.mark.long),
         # The width of its experts is padded before it is cut.
         pytest.param("sglang", tiny_experts, marks=pytest.mark.long),
         pytest.param("vllm", tiny_experts, marks=pytest.mark.long),
