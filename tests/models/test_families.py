@@ -65,6 +65,13 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 5, "head_dim": 10}),
     "deepseek_v2": (transformers.DeepseekV2Config, {**LATENT, "q_lora_rank": None}),
     "deepseek_v3": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": 30}),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {
+            **{"head_dim": 20, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        },
+    ),
 }
 LAYOUTS = [
     Layout(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
