@@ -275,7 +275,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-ALL_OF_THEM = "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"
+ALL_OF_THEM = "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe"
 
 
 @pytest.mark.long
