@@ -54,8 +54,8 @@ class EngineKind:
     """Can say which experts its routers chose (``rollout.router_replay``)."""
     adapters: bool = True
     """Can compute adapters beside its weights (``rollout.adapter_push``)."""
-    adapts_experts: Literal["never", "on a GPU", "always"] = "never"
-    """Where its adapters may be on experts."""
+    adapts_experts: bool = False
+    """Its adapters may be on experts."""
     changes_adapters_while_drawing: bool = False
     """Can change its adapters while completions are drawn."""
     default: bool = False
@@ -99,7 +99,6 @@ ENGINES: Mapping[str, EngineKind] = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
         default=True,
-        adapts_experts="on a GPU",
         rearranges_quantised=True,
         rotates_otherwise={
             "whole factor": "vLLM reads no whole number as factor={factor}; write {decimal}",
@@ -135,7 +134,7 @@ ENGINES: Mapping[str, EngineKind] = {
         library="transformers",
         default=True,
         multiplies_latent=False,
-        adapts_experts="always",
+        adapts_experts=True,
         changes_adapters_while_drawing=True,
         adapter="ctrl_megatron.rollout.hf_engine:HfEngine",
         returns_routes=True,

@@ -127,18 +127,13 @@ class Adapter(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(T, 1, in) -> (T, 1, out), of the same ranks' tokens and columns as the layer's own input
         and output; without the dimension of one for experts."""
-        return self._addition(hidden, _product, [self])
+        return self.addition(hidden, [self], _product)
 
-    def of_all(
-        self, adapters: Sequence[Adapter], hidden: torch.Tensor, product: Product
+    def addition(
+        self, hidden: torch.Tensor, adapters: Sequence[Adapter], product: Product
     ) -> torch.Tensor:
-        """The additions of the same layer of several experts, which have ``adapters``: ``hidden``
-        (T, in) -> (T, out). ``product`` multiplies each expert's tokens with its own matrix."""
-        return self._addition(hidden, product, adapters)
-
-    def _addition(
-        self, hidden: torch.Tensor, product: Product, adapters: Sequence[Adapter]
-    ) -> torch.Tensor:
+        """(T, ..., in) -> (T, ..., out): what the same layer of several experts, which have
+        ``adapters``, get added; ``product`` multiplies each expert's tokens with its own matrix."""
         short = self._exchanged(hidden, product, [adapter.down for adapter in adapters])
         shorts = (short * self._lora.scale).split(self._lora.rank, dim=-1)
         ups = [adapter._ups() for adapter in adapters]

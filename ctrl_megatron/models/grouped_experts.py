@@ -72,4 +72,4 @@ def _adapted_products(tokens: torch.Tensor, ends: torch.Tensor, layers: list[Any
     adapter = getattr(layers[0], "adapter", None)
     if adapter is None or not adapter.on:
         return out
-    return out + adapter.of_all([layer.adapter for layer in layers], tokens, product)
+    return out + adapter.addition(tokens, [layer.adapter for layer in layers], product)

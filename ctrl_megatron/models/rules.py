@@ -160,12 +160,9 @@ def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]
         adapted = [t for t in rule.hf if _projection(rule, t) in lora.targets]
         if not adapted:
             continue
-        down, up = (
-            tuple(HfTensor(adapter_names(t.name, lora)[k], shape_of(t)) for t in adapted)
-            for k, shape_of in enumerate(
-                (lambda t: (lora.rank, t.shape[1]), lambda t: (t.shape[0], lora.rank))
-            )
-        )
+        named = [(t.shape, *adapter_names(t.name, lora)) for t in adapted]
+        down = tuple(HfTensor(a, (lora.rank, width)) for (_, width), a, _ in named)
+        up = tuple(HfTensor(b, (out, lora.rank)) for (out, _), _, b in named)
         kinds: tuple[Kind, Kind] = ("replicated", rule.kind)
         if rule.kind == "row":
             kinds = ("row", "replicated")

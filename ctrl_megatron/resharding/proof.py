@@ -142,7 +142,10 @@ class PushProof:
         if own.old is not None:
             others[own.old_name] = own.old
         sure = [
-            self._is_sure(torch.tensor(log_probs), old, new, f"from {name} to {version}")
+            self._is_sure(
+                *(torch.tensor(log_probs), old, new, f"from {name} to {version}"),
+                rounds=self._merges and old is own.old,
+            )
             for log_probs in held
             for name, old in others.items()
         ]
@@ -153,10 +156,17 @@ class PushProof:
             own.old, own.old_name = new, version
 
     def _is_sure(
-        self, held: torch.Tensor, old: torch.Tensor, new: torch.Tensor, change: str
+        self,
+        held: torch.Tensor,
+        old: torch.Tensor,
+        new: torch.Tensor,
+        change: str,
+        *,
+        rounds: bool,
     ) -> bool:
         """Whether the ``change`` is so large that it must be seen in what an engine says.
-        RuntimeError where it is not seen then, a warning where rounding may have taken it."""
+        RuntimeError where it is not seen then, a warning where rounding may have taken it
+        (``rounds``)."""
         share, error = share_of_change(held, old, new)
         if new.isfinite().all() and not held.isfinite().all():
             share, error = 0.0, 0.0
@@ -168,7 +178,7 @@ class PushProof:
             f"of the change of {len(new)} log-probs {change} its own have {share:.2f} (0 is "
             f"nothing, 1 all of it; standard error {error:.2f})"
         )
-        if not (self._merges and old.any()):
+        if not rounds:
             raise RuntimeError(
                 f"an engine does not compute with the weights that it was sent: {seen}; "
                 "docs/rollout.md, Verified pushes"

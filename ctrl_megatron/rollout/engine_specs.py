@@ -141,6 +141,7 @@ def engine_spec(
     log = f"{file}.{number}" if number else file
     if part and part.number:
         log += f".part{part.number}"
+    adapters_alone = pushes_adapters(config)
     # Otherwise each engine of a host would compute with all its cores.
     share = None if on_gpus or together == 1 else max(1, usable_cores() // together)
     return EngineSpec(
@@ -160,8 +161,8 @@ def engine_spec(
         enforce_eager=keys.enforce_eager,
         # The proxy's own engines keep the weights of their directory, and so do those that get
         # adapters.
-        awaits_weights=is_actor and not pushes_adapters(config),
-        lora=actor_shape(config).lora if is_actor and pushes_adapters(config) else None,
+        awaits_weights=is_actor and not adapters_alone,
+        lora=actor_shape(config).lora if is_actor and adapters_alone else None,
         quantised=is_actor and family.rollout.quantization is not None,
         returns_routes=is_actor and family.rollout.router_replay == "engine",
         may_sleep=is_actor and family.rollout.engine_sleeps,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
 
-from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.rollout.adapter_files import AdapterFiles
-from ctrl_megatron.types import Lora, TensorSpec
+from ctrl_megatron.rollout.engine import EngineSpec
+from ctrl_megatron.rollout.weight_update import updated_tensor_specs
+from ctrl_megatron.types import Lora
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -42,19 +43,17 @@ def _fused_targets(lora: Lora) -> set[str]:
 class SglangAdapters:
     """The adapters that the last update has brought."""
 
-    def __init__(self, control: Any, lora: Lora, weights: Sequence[TensorSpec]) -> None:
-        """``control`` is SGLang's tokenizer manager, ``weights`` the model's."""
-        self._control, self._lora, self.files = control, lora, AdapterFiles(lora)
+    def __init__(self, control: Any, spec: EngineSpec, lora: Lora) -> None:
+        """``control`` is SGLang's tokenizer manager, ``lora`` that of ``spec``."""
+        self._control, self.files = control, AdapterFiles(lora)
         self.name: str | None = None
         """What every request carries; None before the first update, when B is zero."""
         # SGLang takes part of a fused layer only with all of the others.
         self._targets = _fused_targets(lora)
-        further = self._targets - set(lora.targets)
+        further = replace(lora, targets=tuple(self._targets - set(lora.targets)))
         self._zeros = {
-            adapter_name(spec.name, matrix): torch.zeros(shape, dtype=getattr(torch, spec.dtype))
-            for spec in weights
-            if spec.name.endswith(tuple(f".{target}.weight" for target in further))
-            for matrix, shape in _matrices(spec, lora)
+            one.name: torch.zeros(one.shape, dtype=getattr(torch, one.dtype))
+            for one in updated_tensor_specs(replace(spec, lora=further))
         }
 
     async def load_version(self, version: str) -> None:
@@ -71,11 +70,6 @@ class SglangAdapters:
         answer = await call(kind(lora_name=self.name, **given))
         if not answer.success:
             raise RuntimeError(f"SGLang and adapters {self.name}: {answer.error_message}")
-
-
-def _matrices(spec: TensorSpec, lora: Lora) -> Any:
-    out, width = spec.shape
-    return ("A", (lora.rank, width)), ("B", (out, lora.rank))
 
 
 def require_loaded_adapters(manager: Any, tensors: dict[str, torch.Tensor]) -> None:

@@ -57,7 +57,6 @@ from ctrl_megatron.rollout.sglang_worker import QUEUED, SAMPLER, run_scheduler
 from ctrl_megatron.rollout.weight_chunks import DTYPE_BYTES, WeightChunk
 from ctrl_megatron.rollout.weight_update import (
     WeightState,
-    checkpoint_specs,
     checksums,
     read_model_config,
     updated_tensor_specs,
@@ -246,10 +245,7 @@ class SglangEngine:
         self._state = WeightState(updated_tensor_specs(spec))
         self._engine = _start(spec)
         self._control: Any = self._engine.tokenizer_manager
-        self._adapters = None
-        if spec.lora is not None:
-            weights = checkpoint_specs(spec.model_path, spec.dtype)
-            self._adapters = SglangAdapters(self._control, spec.lora, weights)
+        self._adapters = SglangAdapters(self._control, spec, spec.lora) if spec.lora else None
         self._running = 0
         # ``health`` reports a dead child.
         self._control._subprocess_watchdog.stop()

@@ -528,8 +528,9 @@ def device_owner(
 ) -> DeviceOwner:
     """The owner of the devices, which pushes to the configured engines. ``probe`` are the tokens of
     a row by which pushes of a trained policy are verified. Collective."""
-    family, kind = run.config.actor_rollout_ref, ENGINES[run.config.actor_rollout_ref.rollout.name]
-    quantised = family.rollout.quantization is not None
+    family = run.config.actor_rollout_ref
+    kind, quantised = ENGINES[family.rollout.name], family.rollout.quantization is not None
+    adapters_alone = pushes_adapters(run.config)
     sender = sender_class(family.rollout.weight_transport)(run.groups)
     run.at_end.append(sender.close)
     layout = EngineLayout(
@@ -542,7 +543,7 @@ def device_owner(
             family.rollout.engine_kwargs,
             on_cpu=run.groups.device.type == "cpu",
         ),
-        sends="trained" if pushes_adapters(run.config) else "merged",
+        sends="trained" if adapters_alone else "merged",
         quantised=quantised,
     )
     return DeviceOwner(
@@ -557,13 +558,13 @@ def device_owner(
         offloaded_parts=offloaded_parts,
         critic_warmup=critic_warmup,
         keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
-        adapter_shape=actor_shape(run.config) if pushes_adapters(run.config) else None,
+        adapter_shape=actor_shape(run.config) if adapters_alone else None,
         proof=PushProof(
             run.config.trainer.verify_weight_sync,
             run.groups,
             checksums=not (quantised and kind.rearranges_quantised),
             probe=() if kind.denoises else probe,
-            merges=family.model.lora_rank > 0 and not pushes_adapters(run.config),
+            merges=family.model.lora_rank > 0 and not adapters_alone,
         ),
         restarts=services if run.config.trainer.service_restarts else None,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ctrl_megatron.rollout.client import RemoteEngine
+from ctrl_megatron.rollout.engine import EngineSpec
+from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.rollout.weight_chunks import WeightChunk, weight_chunk
 from ctrl_megatron.types import Completion, TensorSpec
 
@@ -303,6 +307,27 @@ def denoised_log_probs(
             if completion.order[place] == step:
                 logits[place] = scores[place, token]
     return logits
+
+
+def asked(
+    name: str, path: Path, ask: Callable[[RemoteEngine], Coroutine[Any, Any, Any]], **changes: Any
+) -> Any:
+    """What ``ask`` returns of an engine for short rows of the tiny model in ``path``, which is
+    launched for it and stopped."""
+    size = {"dtype": "float32", "max_model_len": 96, "kv_cache_gib": 0.25, "threads": 1}
+    process = launch_engine(EngineSpec(name=name, model_path=str(path), **{**size, **changes}))
+
+    async def asking() -> Any:
+        engine = RemoteEngine(process.address)
+        try:
+            return await ask(engine)
+        finally:
+            await engine.close()
+
+    try:
+        return asyncio.run(asking())
+    finally:
+        process.stop()
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from rollout_models import (
     Sender,
+    asked,
     log_probs,
     save,
     tiny_experts,
@@ -25,8 +26,7 @@ from safetensors.torch import load_file, save_file
 from ctrl_megatron.checkpoint.peft import with_own_matrices
 from ctrl_megatron.models.rules import adapter_names
 from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.engine import EngineError, EngineSpec, available_engines
-from ctrl_megatron.rollout.launch import launch_engine
+from ctrl_megatron.rollout.engine import EngineError, available_engines
 from ctrl_megatron.rollout.weight_update import tensor_checksum
 from ctrl_megatron.types import Lora, SamplingParams
 
@@ -68,20 +68,9 @@ def merged(path: Path, given: dict[str, torch.Tensor], lora: Lora) -> Any:
 
 def said(name: str, path: Path, lora: Lora, pushed: list[dict[str, torch.Tensor]]) -> list[Any]:
     """After the start and each push: (the log-probs of ``ROW``, its checksums, a greedy text)."""
-    spec = EngineSpec(
-        name=name,
-        model_path=str(path),
-        dtype="float32",
-        max_model_len=96,
-        kv_cache_gib=0.25,
-        threads=1,
-        lora=lora,
-        may_sleep=True,
-    )
-    process = launch_engine(spec)
 
-    async def ask() -> list[Any]:
-        engine, found = RemoteEngine(process.address), []
+    async def ask(engine: RemoteEngine) -> list[Any]:
+        found = []
         params = SamplingParams(max_tokens=8, temperature=0.0)
         for number in range(len(pushed) + 1):
             if number:
@@ -97,22 +86,18 @@ def said(name: str, path: Path, lora: Lora, pushed: list[dict[str, torch.Tensor]
         (own,) = await engine.token_log_probs(ROW)
         assert torch.allclose(torch.tensor(own), found[-1][0], atol=1e-5)
         if name != "hf":
+            draws, params = asyncio.Event(), SamplingParams(max_tokens=64, temperature=0.0)
             drawing = asyncio.create_task(
-                engine.generate([ROW[:4]], SamplingParams(max_tokens=64, temperature=0.0))
+                engine.generate([ROW[:4]], params, lambda place, tokens: draws.set())
             )
-            await asyncio.sleep(0.3)
-            if not drawing.done():
-                sender = Sender(pushed[-1])
-                with pytest.raises(EngineError, match="still draw with the adapters of before"):
-                    await engine.update(sender.specs(), sender.chunks(), "too early")
+            await draws.wait()
+            sender = Sender(pushed[-1])
+            with pytest.raises(EngineError, match="still draw with the adapters of before"):
+                await engine.update(sender.specs(), sender.chunks(), "too early")
             await drawing
-        await engine.close()
         return found
 
-    try:
-        return asyncio.run(ask())
-    finally:
-        process.stop()
+    return asked(name, path, ask, lora=lora, may_sleep=True)
 
 
 @pytest.mark.parametrize(

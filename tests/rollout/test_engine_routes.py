@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rollout_models import Sender, save, tiny_experts, weights
+from rollout_models import Sender, asked, save, tiny_experts, weights
 
 from ctrl_megatron.rollout.client import RemoteEngine
-from ctrl_megatron.rollout.engine import EngineSpec, available_engines
+from ctrl_megatron.rollout.engine import available_engines
 from ctrl_megatron.rollout.hf_routes import RouteRecorder
-from ctrl_megatron.rollout.launch import launch_engine
 from ctrl_megatron.steps.routes import route_tensor
 from ctrl_megatron.types import Completion, SamplingParams
 
@@ -32,31 +30,15 @@ def chosen_by_transformers(model: Any, tokens: list[int]) -> torch.Tensor:
 
 def drawn(name: str, path: Path, later: Any) -> list[list[list[Completion]]]:
     """Texts of the engine's own weights, and of those of ``later`` for the same prompts."""
-    spec = EngineSpec(
-        name=name,
-        model_path=str(path),
-        dtype="float32",
-        max_model_len=96,
-        kv_cache_gib=0.25,
-        threads=1,
-        returns_routes=True,
-    )
-    process = launch_engine(spec)
-    try:
 
-        async def ask() -> Any:
-            engine = RemoteEngine(process.address)
-            params = SamplingParams(max_tokens=12, n=2, seed=5)
-            first = await engine.generate(PROMPTS, params)
-            sender = Sender(weights(later))
-            await engine.update(sender.specs(), sender.chunks(), "later")
-            second = await engine.generate(PROMPTS, params)
-            await engine.close()
-            return [first, second]
+    async def ask(engine: RemoteEngine) -> Any:
+        params = SamplingParams(max_tokens=12, n=2, seed=5)
+        first = await engine.generate(PROMPTS, params)
+        sender = Sender(weights(later))
+        await engine.update(sender.specs(), sender.chunks(), "later")
+        return [first, await engine.generate(PROMPTS, params)]
 
-        return asyncio.run(ask())
-    finally:
-        process.stop()
+    return asked(name, path, ask, returns_routes=True)
 
 
 @pytest.mark.parametrize("name", ["hf", pytest.param("sglang", marks=pytest.mark.long)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
 from ctrl_megatron.config import (
     COMPLETION_PIPELINES,
     COUPLED_GRPO_PIPELINE,
@@ -203,7 +201,7 @@ def _check_engine_takes(
             )
     lora = lora_of_config(config) if path == config.actor_rollout_ref.model.path else None
     alone = pushes_adapters(config) and adapts_experts(shape_with_adapters(shape, lora))
-    if alone and not _can_adapt_experts(engine):
+    if alone and not ENGINES[engine].adapts_experts:
         raise UserError(
             f"engine {engine!r} computes no adapters on the experts of {path} here",
             key="actor_rollout_ref.rollout.adapter_push",
@@ -215,11 +213,6 @@ def _check_engine_takes(
             f"{engine!r}",
             remedy="set actor_rollout_ref.rollout.name to 'hf'",
         )
-
-
-def _can_adapt_experts(engine: str) -> bool:
-    where = ENGINES[engine].adapts_experts
-    return where == "always" or (where == "on a GPU" and torch.cuda.is_available())
 
 
 def check_tokenizers(
