@@ -67,19 +67,18 @@ def restarted(run_dir):
     rank, restarts = os.environ["RANK"], read_restart_count()
     if rank == "0":  # ends in silence, however soon rank 1 is killed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    (run_dir / f"{{restarts}}.{{rank}}").mkdir(parents=True)
-    others = [run_dir / f"{{restarts}}.0", run_dir / f"{{restarts}}.1"]
-    while not all(other.exists() for other in others):
-        time.sleep(0.02)
+    ready = run_dir / f"{{restarts}}.ready"
     if rank == "0":
         none = subprocess.DEVNULL
         left = subprocess.Popen(["sleep", "600"], stdout=none, stderr=none, start_new_session=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "left").open("a").write(f"{{left.pid}} ")
         (run_dir / f"checkpoints/global_step_{{min(restarts, 1) + 3}}").mkdir(
             parents=True, exist_ok=True
         )
+        ready.touch()
         time.sleep(60)
-    while not (run_dir / f"checkpoints/global_step_{{min(restarts, 1) + 3}}").exists():
+    while not ready.exists():
         time.sleep(0.02)
     os.kill(os.getpid(), 9)
 
