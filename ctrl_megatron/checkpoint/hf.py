@@ -15,7 +15,8 @@ from ctrl_megatron.checkpoint.files import atomic_directory
 from ctrl_megatron.checkpoint.manifest import TRAINER, CheckpointOrigin, write_manifest
 from ctrl_megatron.checkpoint.peft import base_identity, write_peft
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, read_json
+from ctrl_megatron.models.families import FAMILIES
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -34,6 +35,9 @@ _WEIGHTS = (
 )
 _OF_THE_SOURCE = ("README.md", "trainer_state.json", "adapter_config.json", "quantize_config.json")
 """Files that describe other weights: how they were made, or where loaders find them instead."""
+LEFT_OUT_FILE = "left_out.safetensors"
+"""In the side files of a checkpoint: the tensors that are not computed with
+(``ModelShape.left_out``), as they were in the model's directory."""
 _FOLDERS = ("additional_chat_templates",)
 
 
@@ -62,7 +66,7 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
     seed = model.shape.lora.seed if model.shape.lora else 0
     with torch.no_grad():
         for param, weight in model.shards():
-            if tuple(weight.shape) != param.shape:
+            if tuple(weight.shape) != param.shape[-weight.dim() :]:
                 raise RuntimeError(f"{param.name}: built {tuple(weight.shape)}, not {param.shape}")
             weight.zero_()  # rows that pad the vocabulary
             for piece in param.pieces:
@@ -70,7 +74,8 @@ def load_hf(model: ParallelModel, directory: str | Path) -> None:
                     part = tensors.read_part(piece.hf, piece.hf_slices)
                 else:
                     part = initial_value(piece.hf, own[piece.hf], seed)[piece.hf_slices]
-                weight[piece.shard_slices].copy_(part.to(weight.device, weight.dtype))
+                place = weight.view(param.shape)[piece.shard_slices]
+                place.copy_(part.to(weight.device, weight.dtype))
     model.strategy.choose_row_packing()
 
 
@@ -152,14 +157,20 @@ class HfDirectoryWriter:
 
     def write_side_files(self, side_files: Path, dtype: str, shape: AnyShape) -> None:
         """Write the files beside the weights: index, config.json, the tokenizer's files."""
-        folder, files = self._folder, sorted(set(self._file_of.values()))
+        folder = self._folder
+        copy_side_files(side_files, folder)
+        if (left_out := folder / LEFT_OUT_FILE).is_file():
+            names = SafetensorsDirectory.names_in(left_out)
+            path = folder / f"model-{len(set(self._file_of.values())) + 1:05d}.safetensors"
+            left_out.rename(path)
+            self._file_of |= dict.fromkeys(names, path.name)
+        files = sorted(set(self._file_of.values()))
         if len(files) == 1:
             (folder / files[0]).rename(folder / "model.safetensors")
         else:
             total = sum((folder / file).stat().st_size for file in files)
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        copy_side_files(side_files, folder)
         config = json.loads((folder / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         # Weights are written as they are trained, and layers that predict further tokens are not.
@@ -202,14 +213,27 @@ def _stem(config: dict[str, Any]) -> str:
 
 def copy_side_files(source: Path, target: Path) -> None:
     """Copy the files beside the weights: config.json and all files that tokenizers and processors
-    may read, including named chat templates.
+    may read, including named chat templates. Tensors that the family leaves out become one file.
     """
     target.mkdir(parents=True, exist_ok=True)
+    if (source / LEFT_OUT_FILE).is_file():
+        shutil.copyfile(source / LEFT_OUT_FILE, target / LEFT_OUT_FILE)
+    elif (source / "config.json").is_file() and (begins := _left_out(source)):
+        tensors = SafetensorsDirectory(source).stored(begins)
+        if tensors:
+            save_file(tensors, target / LEFT_OUT_FILE, metadata={"format": "pt"})
     for path in sorted(source.iterdir()):
         if path.is_dir() and path.name in _FOLDERS:
             copy_side_files(path, target / path.name)
         elif path.is_file() and not _is_others(path.name):
             shutil.copyfile(path, target / path.name)
+
+
+def _left_out(source: Path) -> tuple[str, ...]:
+    """How the names of tensors begin that the family of a directory with weights leaves out."""
+    family = FAMILIES.get(str(read_json(source / "config.json").get("model_type")))
+    has_weights = any(path.suffix == ".safetensors" for path in source.iterdir())
+    return () if family is None or not has_weights else family.left_out
 
 
 def _is_others(name: str) -> bool:

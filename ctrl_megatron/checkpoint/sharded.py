@@ -240,25 +240,45 @@ def _rectangles(
     """(offset in the HF tensor, view of ``flat``) of the elements of ``piece`` in ``flat``.
 
     ``flat`` (n,) holds the elements ``start`` to ``start + n`` of the flattened shard. A run of
-    elements is at most three rectangles: the end of a row, whole rows, the beginning of a row.
+    elements is at most three rectangles in each dimension: the end of a row, whole rows, the
+    beginning of a row.
     """
-    if piece.extent[1:] != param.shape[1:]:
-        raise ValueError(f"{param.name}: {piece.hf} does not fill the shard's rows")
-    width = prod(param.shape[1:])
-    first = max(start, piece.start[0] * width)
-    last = min(start + len(flat), (piece.start[0] + piece.extent[0]) * width)
+    try:
+        yield from _boxes(param.shape, piece.start, piece.extent, piece.hf_start, flat, start)
+    except ValueError as error:
+        raise ValueError(f"{param.name}: {piece.hf} does not fill the shard's rows") from error
+
+
+def _boxes(
+    shape: tuple[int, ...],
+    begin: tuple[int, ...],
+    extent: tuple[int, ...],
+    there: tuple[int, ...],
+    flat: torch.Tensor,
+    start: int,
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """``_rectangles`` of an array of ``shape`` and its box of ``extent`` from ``begin`` on, which
+    is at ``there`` in the HF tensor. ValueError for several rows of which the box has a part."""
+    tail, width = shape[1:], prod(shape[1:])
+    filled = extent[1:] == tail
+    if not filled and extent[0] != 1:
+        raise ValueError(shape)
+    first = max(start, begin[0] * width)
+    last = min(start + len(flat), (begin[0] + extent[0]) * width)
     while first < last:
         row, column = divmod(first, width)
-        rows, columns = (last - first) // width, width
-        if column or not rows:
-            rows, columns = 1, min(width - column, last - first)
-        view = flat[first - start : first - start + rows * columns]
-        hf_row = row - piece.start[0] + piece.hf_start[0]
-        if len(param.shape) == 1:
-            yield (hf_row,), view
+        rows = (last - first) // width
+        hf_row = row - begin[0] + there[0]
+        if filled and rows and not column:
+            count = rows * width
+            view = flat[first - start : first - start + count]
+            yield (hf_row, *there[1:]), view.view(rows, *tail)
         else:
-            yield (hf_row, column + piece.hf_start[1]), view.view(rows, columns)
-        first += rows * columns
+            count = min(width - column, last - first)
+            part = flat[first - start : first - start + count]
+            inner = _boxes(tail, begin[1:], extent[1:], there[1:], part, column)
+            yield from (((hf_row, *offset), view.unsqueeze(0)) for offset, view in inner)
+        first += count
 
 
 class _Saving(DefaultSavePlanner):

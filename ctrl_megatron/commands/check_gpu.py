@@ -691,7 +691,8 @@ def compare_with_transformers(layers: str, directory: str, dtype: str) -> dict[s
     for param, weight in policy.shards():
         for piece in param.pieces:
             names.append(piece.hf)
-            mine: torch.Tensor = weight.main_grad[piece.shard_slices]  # type: ignore[attr-defined]
+            own: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
+            mine = own.view(param.shape)[piece.shard_slices]
             others = [found[1][piece.hf][piece.hf_slices] for found in (theirs, exact)]
             gradients.append((mine.cpu(), *others))
     shutdown_groups()

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ctrl_megatron.models.delta_rule import CHUNK
 from ctrl_megatron.models.shape import (
     AnyShape,
     Dense,
     Experts,
     FeedForward,
+    GatedDeltaNet,
     GroupedQueryAttention,
     ModelShape,
     MultiLatentAttention,
@@ -147,7 +149,28 @@ def saved_bytes_per_token(p: PassShape) -> float:
             if p.kernels == "te":
                 norms /= 2
                 norms += p.residual_bytes_per_token
+    if (net := p.decoder_shape.delta_net) is not None:
+        attention = max(attention, _saved_by_delta_net(p, net))
     return norms + attention + mlp
+
+
+def _saved_by_delta_net(p: PassShape, net: GatedDeltaNet) -> float:
+    """Bytes per token of the projections, of the convolution's input and output, of what is read
+    before and after the norm and times the gate, and of decays and rates; the same with both
+    kernels. The convolution and the rule keep no more (``models.delta_rule``)."""
+    keys, values = net.key_width, net.value_width
+    own = p.dtype_size * (6 * keys + 7 * values) + 8 * values + 24 * net.value_heads
+    return own / p.layout.tensor
+
+
+def _delta_workspace_bytes_per_token(p: PassShape) -> float:
+    """Bytes per token while the gated delta rule computes forward, all in float32: queries, keys
+    and values in chunks, three matrices of each chunk and head, and what is added to a state and
+    read from it. Context ranks share the heads."""
+    if (net := p.decoder_shape.delta_net) is None:
+        return 0
+    of_head = 3 * CHUNK + 5 * net.key_dim + 5 * net.value_dim
+    return 4 * net.value_heads * of_head / p.layout.tensor
 
 
 def _saved_by_grouped_query(p: PassShape, attention: GroupedQueryAttention) -> float:
@@ -302,6 +325,8 @@ def _layer_workspace(p: PassShape, largest: int) -> float:
     ffn = e * p.shape.max_layer_width / p.layout.tensor
     gathered = 2 * e * hidden if p.layout.sequence_parallel else 0
     gathered += 2 * p.exchanged_bytes_per_token
+    # Values and their gradients.
+    gathered += 2 * _delta_workspace_bytes_per_token(p)
     # The copy of the experts' weights, and their gradients, which are as large.
     weights = 2 * p.stacked_expert_bytes
     if p.kernels == "te":
@@ -348,6 +373,9 @@ def inference_workspace(p: PassShape, *, pp: int) -> int:
     moments.append(
         p.tokens * (stream * p.residual_bytes_per_token + _computed_together(p))
         + p.stacked_expert_bytes
+    )
+    moments.append(
+        p.tokens * (stream * p.residual_bytes_per_token + _delta_workspace_bytes_per_token(p))
     )
     if pp == p.layout.pipeline - 1:
         head = logits_workspace(p, backward=False)

@@ -337,7 +337,9 @@ class _Stage:
             "engine's CUDA context and buffers": engine.outside,
             "engine's weights": engine.weights,
             "engine's key-value cache": max(0, engine.kv_cache_bytes),
-            "engine's graphs and workspace": engine.graphs + engine.workspace,
+            "engine's graphs, workspace and states": engine.graphs
+            + engine.workspace
+            + engine.states,
         }
 
     def _states(self, *, weights: bool, gradients: bool, optimizer: bool) -> dict[str, int]:

@@ -49,6 +49,8 @@ class EngineMemoryUse:
     """Whole tensors that arrive in a weight push before they are cut; 0 without pushes."""
     received: int = 0
     """Buckets in which it receives weights by itself, outside of the share."""
+    states: int = 0
+    """States of gated delta nets, for all sequences that are computed at the same time."""
     cache_per_token: int
     longest: int
     """Tokens of the longest sequence, for which the cache needs room."""
@@ -56,7 +58,7 @@ class EngineMemoryUse:
     @property
     def kv_cache_bytes(self) -> int:
         """Rest of the share for keys and values; 0 or less if nothing is left."""
-        return self.share - self.weights - self.workspace - self.graphs
+        return self.share - self.weights - self.workspace - self.graphs - self.states
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -112,7 +114,13 @@ def _use(
     width = 4 * shape.hidden_size + 3 * shape.max_layer_width / tensor
     # The sampler's float32 logits over the whole vocabulary: as they come, scaled, log-softmax.
     logits = min(tokens, sequences) * shape.vocab_size * 3 * 4
-    cache_per_token = shape.attention.cached_width(tensor) * size * shape.num_layers
+    cache_per_token = shape.attention.cached_width(tensor) * size * len(shape.attention_layers)
+    # States have a place for each sequence that is computed at the same time.
+    states = 0
+    if (net := shape.delta_net) is not None:
+        convolved = size * sum(net.sections) * (net.kernel - 1)
+        of_layer = (4 * net.state_numbers + convolved) // tensor
+        states = sequences * len(shape.delta_layers) * of_layer
     weights = engine_weight_bytes(shape, tensor=tensor, dtype=dtype, quantised=quantised)
     if ENGINES[keys.name].denoises:
         # A pass over all canvases: their logits, those of the masked places, and the sampler's
@@ -128,7 +136,7 @@ def _use(
         # all rows only if it keeps prefixes.
         keeps = not ENGINES[keys.name].denoises or keys.engine_kwargs.get("keep_prefix")
         cached = sequences if keeps else 1
-        cache = cached * longest * cache_per_token
+        cache = cached * longest * cache_per_token + states
         share, graphs = weights + workspace + cache, 0
     outside = CUDA_CONTEXT + _ENGINE_BUFFERS + COMMUNICATOR * (tensor > 1)
     if not ENGINES[keys.name].counts_workspace:
@@ -140,6 +148,7 @@ def _use(
         graphs=graphs,
         outside=outside,
         reload=_largest_module(shape) * size,
+        states=states,
         cache_per_token=cache_per_token,
         longest=longest,
     )

@@ -193,5 +193,5 @@ def engine_weight_bytes(
             spec, size = TensorSpec(name=whole.name, dtype=dtype, shape=(rows, *tail)), 0
             for held in quantised_specs([spec]) if quantised else [spec]:
                 size += spec_bytes(held)
-            total += len(rule.layers) * rule.experts * (size // parts)
+            total += len(rule.layers) * (1 if rule.stacked else rule.experts) * (size // parts)
     return total

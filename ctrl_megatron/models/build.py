@@ -31,6 +31,7 @@ from ctrl_megatron.models.shape import (
     Experts,
     FeedForward,
     GroupedQueryAttention,
+    LayerKind,
     ModelShape,
     MultiLatentAttention,
 )
@@ -73,6 +74,7 @@ def transformer_config(
         "hidden_size": shape.hidden_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_epsilon,
+        "layernorm_zero_centered_gamma": shape.zero_centred_norms,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
@@ -154,6 +156,7 @@ def _attention_settings(
                 "softmax_scale": scale if rope.attention_factor != 1.0 else None,
                 "add_qkv_bias": attention.qkv_bias,
                 "qk_layernorm": attention.qk_norm,
+                "attention_output_gate": attention.gated,
             }
         case MultiLatentAttention():
             scaled = {}
@@ -207,6 +210,7 @@ def _feed_forward_settings(kind: FeedForward) -> dict[str, Any]:
                 "moe_router_enable_expert_bias": kind.correction_bias,
                 "moe_router_dtype": "fp32" if kind.wide_router else None,
                 "moe_shared_expert_intermediate_size": kind.shared_width or None,
+                "moe_shared_expert_gate": kind.shared_gate,
                 "moe_router_load_balancing_type": "none",
             }
 
@@ -230,12 +234,10 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
     within.cp = groups.alone
     for chunk in range(layout.virtual_pipeline):
         layers = layout.layers(shape.num_layers, pp=groups.place.pp, chunk=chunk)
-        kinds = [shape.feed_forward[layer] for layer in layers]
+        kinds = [shape.layer_kinds[layer] for layer in layers]
         model = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(
-                shape.attention, kinds, fuse_norms=fuses_norms(shape)
-            ),
+            transformer_layer_spec=block_spec(kinds, fuse_norms=fuses_norms(shape)),
             vocab_size=padded,
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layout.has_embedding(pp=groups.place.pp, chunk=chunk),
@@ -274,12 +276,12 @@ def _rotate_by_positions(model: GPTModel, shape: ModelShape) -> None:
                 layer.self_attention.rotary_pos_emb = rotation  # type: ignore[union-attr]
 
 
-def _prepare_routers(model: GPTModel, kinds: Sequence[FeedForward]) -> None:
+def _prepare_routers(model: GPTModel, kinds: Sequence[LayerKind]) -> None:
     """Tell the routers how their family groups its experts, and let them know their tokens."""
     for layer, kind in zip(model.decoder.layers, kinds, strict=True):
-        if isinstance(kind, Experts):
+        if isinstance(kind.feed_forward, Experts):
             experts: Any = layer.mlp
-            experts.router.choice.groups = kind.choice
+            experts.router.choice.groups = kind.feed_forward.choice
             experts.register_forward_pre_hook(take_keys, with_kwargs=True)
 
 

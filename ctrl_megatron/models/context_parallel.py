@@ -11,7 +11,7 @@ layer, and only attention needs all of them. There are two ways, for A query and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import lcm
 
 import torch
@@ -59,18 +59,31 @@ def _with_all_tokens(
     ranks, groups = shared.num_ranks, key.shape[1]
     if times := lcm(groups, ranks) // groups - 1:
         key, value = (x.repeat_interleave(times + 1, dim=1) for x in (key, value))
-    # (t, C, A / C * D) each, so that one message has all three.
-    parts = [x.unflatten(1, (ranks, -1)).flatten(2) for x in (query, key, value)]
-    sent = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)
+    q, k, v = all_tokens_of_own_heads([query, key, value], shared)
+    return own_tokens_of_all_heads(kernel(q, k, v, shared.packed), shared)
+
+
+def all_tokens_of_own_heads(
+    parts: Sequence[torch.Tensor], shared: ContextShardedTokens
+) -> list[torch.Tensor]:
+    """(t, heads, ...) of this rank's tokens each -> (T, heads / C, ...) of all tokens and this
+    rank's part of the heads, in one message; differentiable. C divides each number of heads."""
+    ranks = shared.num_ranks
+    # (t, C, A / C * D) each.
+    flat = [x.unflatten(1, (ranks, -1)).flatten(2) for x in parts]
+    sent = torch.cat(flat, dim=2).transpose(0, 1).flatten(0, 1)
     found = reorder_by_token(all_to_all(shared.group, sent), ranks)
-    pieces = found.split([part.shape[2] for part in parts], dim=1)
-    q, k, v = (
-        piece.unflatten(1, (-1, x.shape[2])).contiguous()
-        for piece, x in zip(pieces, (query, key, value), strict=True)
-    )
-    attended = reorder_by_rank(kernel(q, k, v, shared.packed), ranks)
-    back = all_to_all(shared.group, attended).unflatten(0, (ranks, -1))
-    return back.transpose(0, 1).flatten(1, 2)
+    pieces = found.split([part.shape[2] for part in flat], dim=1)
+    return [
+        piece.unflatten(1, (-1, *x.shape[2:])).contiguous()
+        for piece, x in zip(pieces, parts, strict=True)
+    ]
+
+
+def own_tokens_of_all_heads(x: torch.Tensor, shared: ContextShardedTokens) -> torch.Tensor:
+    """(T, heads / C, D) -> (t, heads, D): the way back."""
+    back = all_to_all(shared.group, reorder_by_rank(x, shared.num_ranks))
+    return back.unflatten(0, (shared.num_ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _with_all_keys(

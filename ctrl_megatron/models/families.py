@@ -28,6 +28,7 @@ from ctrl_megatron.models.shape import (
     ExpertNames,
     Experts,
     FeedForward,
+    GatedDeltaNet,
     GroupedQueryAttention,
     GroupLimitedRouting,
     MaskedDiffusion,
@@ -65,6 +66,15 @@ class Family:
     """As ``ModelShape.file_names``."""
     diffusion: Callable[[HfConfig, str], MaskedDiffusion] | None = None
     """None for a family of autoregressive models."""
+    delta_net: Callable[[HfConfig, str], tuple[GatedDeltaNet, tuple[int, ...]]] | None = None
+    """The gated delta net and the layers that have it; None for a family without."""
+    zero_centred_norms: bool = False
+    """As ``ModelShape.zero_centred_norms``."""
+    inner: str = ""
+    """The key under which the file of a model that reads more than text has the language model's
+    keys; empty where they are the file's own."""
+    left_out: tuple[str, ...] = ()
+    """As ``ModelShape.left_out``."""
     layers_of: str = ""
     """The family of transformers with the same layers, where transformers lacks this one."""
 
@@ -95,13 +105,16 @@ def _qwen3_attention(config: HfConfig, where: str) -> GroupedQueryAttention:
 
 
 def _glm4_attention(config: HfConfig, where: str) -> GroupedQueryAttention:
-    """The first ``partial_rotary_factor`` of a head's numbers are rotated."""
-    found = _grouped_query(
-        config,
-        where,
-        qkv_bias=bool(config["attention_bias"]),
-        qk_norm=bool(config["use_qk_norm"]),
+    bias, norm = bool(config["attention_bias"]), bool(config["use_qk_norm"])
+    return _partly_rotated(
+        _grouped_query(config, where, qkv_bias=bias, qk_norm=norm), config, where
     )
+
+
+def _partly_rotated(
+    found: GroupedQueryAttention, config: HfConfig, where: str
+) -> GroupedQueryAttention:
+    """The first ``partial_rotary_factor`` of a head's numbers are rotated."""
     key = "partial_rotary_factor"
     given = {
         **config,
@@ -113,6 +126,35 @@ def _glm4_attention(config: HfConfig, where: str) -> GroupedQueryAttention:
         raise UserError(f"{where}: {key}={given[key]!r} must be at most 1")
     require_even_rotary_width(rotated, where)
     return replace(found, rotated=None if rotated == found.head_dim else rotated)
+
+
+def _gated_attention(config: HfConfig, where: str) -> GroupedQueryAttention:
+    found = _grouped_query(config, where, qkv_bias=False, qk_norm=True)
+    return _partly_rotated(replace(found, gated=True), config, where)
+
+
+def _delta_net(
+    config: HfConfig, where: str, *, by_head: bool
+) -> tuple[GatedDeltaNet, tuple[int, ...]]:
+    """In all layers but every ``full_attention_interval``-th, unless ``layer_types`` has others."""
+    net = GatedDeltaNet(
+        key_heads=whole(config, "linear_num_key_heads", where),
+        value_heads=whole(config, "linear_num_value_heads", where),
+        key_dim=whole(config, "linear_key_head_dim", where),
+        value_dim=whole(config, "linear_value_head_dim", where),
+        kernel=whole(config, "linear_conv_kernel_dim", where),
+        by_head=by_head,
+    )
+    sizes = (net.value_heads, "linear_num_value_heads", net.key_heads, "linear_num_key_heads")
+    require_multiple(*sizes, where)
+    count, step = whole(config, "num_hidden_layers", where), "full_attention_interval"
+    kinds = config.get("layer_types")
+    if not kinds:
+        period = whole(config, step, where)
+        return net, tuple(n for n in range(count) if (n + 1) % period)
+    if len(kinds) != count:
+        raise UserError(f"{where}: layer_types has {len(kinds)} entries for {count} layers")
+    return net, tuple(n for n, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def _dense(config: HfConfig, where: str) -> tuple[Dense, ...]:
@@ -137,6 +179,18 @@ def _qwen3_moe(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
         return (experts,) * layers
     width = Dense(width=whole(config, "intermediate_size", where))
     return tuple(experts if i in sparse else width for i in range(layers))
+
+
+def _with_gated_expert(config: HfConfig, where: str, *, stacked: bool) -> tuple[FeedForward, ...]:
+    """``_qwen3_moe`` with an expert that every token passes, times a gate."""
+    names = ExpertNames(shared="shared_expert", stacked=stacked)
+    width = whole(config, "shared_expert_intermediate_size", where)
+    return tuple(
+        replace(kind, names=names, shared_width=width, shared_gate=True)
+        if isinstance(kind, Experts)
+        else kind
+        for kind in _qwen3_moe(config, where)
+    )
 
 
 def _top_k(config: HfConfig, counted: str, where: str) -> int:
@@ -308,6 +362,67 @@ _LLADA_NAMES = (
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 """Keys that change a loss that is not computed here."""
 
+_QWEN3_5_KEYS = frozenset(["mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"])
+"""They describe layers that predict further tokens."""
+_DELTA_DEFAULTS: Mapping[str, Any] = {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN3_NEXT = Family(
+    attention=_gated_attention,
+    feed_forward=partial(_with_gated_expert, stacked=False),
+    delta_net=partial(_delta_net, by_head=True),
+    zero_centred_norms=True,
+    defaults={
+        **_DELTA_DEFAULTS,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
+    keys=frozenset(
+        [
+            *(_DELTA_DEFAULTS.keys() - {"max_position_embeddings", "head_dim"}),
+            *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            *("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+            *("mlp_only_layers", *_ROUTER_LOSS),
+        ]
+    ),
+    scalings=(NoneType,),
+    left_out=("mtp.",),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_NEXT,
+    feed_forward=partial(_with_gated_expert, stacked=True),
+    delta_net=partial(_delta_net, by_head=False),
+    defaults={**_QWEN3_NEXT.defaults, "num_experts_per_tok": 8, "num_experts": 256},
+    keys=(_QWEN3_NEXT.keys - {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
+    | _QWEN3_5_KEYS,
+)
+_QWEN3_5 = replace(
+    _QWEN3_5_MOE,
+    feed_forward=_dense,
+    defaults={**_DELTA_DEFAULTS, "num_key_value_heads": 4},
+    keys=frozenset(_DELTA_DEFAULTS.keys() - {"max_position_embeddings", "head_dim"})
+    | _QWEN3_5_KEYS,
+)
+_READS_PICTURES: Mapping[str, Any] = {
+    "inner": "text_config",
+    "architectures": ("ForConditionalGeneration", "ForCausalLM", *CLASSIFIERS),
+    "file_names": (("model.", "model.language_model."),),
+    "left_out": ("mtp.", "model.visual."),
+}
+
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         attention=partial(_grouped_query, qkv_bias=False, qk_norm=False),
@@ -420,6 +535,11 @@ FAMILIES: Mapping[str, Family] = {
         only={"norm_topk_prob": (None, True)},
         scalings=(NoneType,),
     ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_5": replace(_QWEN3_5, **_READS_PICTURES),
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, **_READS_PICTURES),
     "Dream": Family(
         attention=partial(_grouped_query, qkv_bias=True, qk_norm=False),
         feed_forward=_dense,

@@ -91,6 +91,9 @@ def misaligned_part_widths(
     if isinstance(attention := shape.attention, GroupedQueryAttention):
         keys = attention.head_dim * max(1, attention.groups // workers)
         widths |= {"queries": attention.heads * attention.head_dim // workers, "keys": keys}
+    if (delta := shape.delta_net) is not None:
+        widths["delta nets' keys"] = delta.key_width // workers
+        widths["delta nets' values"] = delta.value_width // workers
     for kind in shape.layers_by_kind:
         match kind:
             case Dense():

@@ -25,6 +25,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.adapters import adapters_of
 from ctrl_megatron.models.attention import attend_packed, masked_attention
 from ctrl_megatron.models.build import DTYPES, check_options
+from ctrl_megatron.models.delta_rule import causal_convolution, gated_delta_rule
 from ctrl_megatron.models.linear_adapters import LinearAdapter, add_linear_adapters
 from ctrl_megatron.models.micro_batch import MicroBatch, split_into_micro_batches
 from ctrl_megatron.models.packed_layout import PackedLayoutParams
@@ -38,6 +39,7 @@ from ctrl_megatron.models.transformers_model import (
     empty_model,
     longest_row_without_longrope,
     register_attention,
+    register_delta_rule,
 )
 from ctrl_megatron.parallel.divergence import OutputLayer
 from ctrl_megatron.parallel.gloo import OrderedReduceScatter
@@ -46,8 +48,8 @@ from ctrl_megatron.parallel.groups import ProcessGroups
 _log = logging.getLogger(__name__)
 _PACKED = "ctrl_packed"
 """The name of our attention in transformers' registry."""
-_KINDS = ("full_attention", "sliding_attention")
-"""The kinds of ``layer_types`` that packed attention computes."""
+_KINDS = ("full_attention", "sliding_attention", "linear_attention")
+"""The kinds of ``layer_types`` that packed passes may compute; ``_seen`` tells whether they do."""
 _GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest difference of log-probs between packed and plain rows; in bfloat16 rounding decides."""
 
@@ -91,7 +93,31 @@ def _attention(
     return attend_packed(q, k, v, packed, scaling).unsqueeze(0), None
 
 
+def _convolution(
+    u: torch.Tensor, weight: torch.Tensor, *_: Any, packed: PackedLayoutParams, **__: Any
+) -> torch.Tensor:
+    """(1, C, T) and (C, K) -> (1, C, T)."""
+    return causal_convolution(u.squeeze(0).T, weight, packed.layout).T.unsqueeze(0)
+
+
+def _delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    packed: PackedLayoutParams,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """(1, T, A, D), (1, T, A, D), (1, T, A, V), decays and rates (1, T, A) -> (1, T, A, V)."""
+    _seen.layers += 1
+    q, k, v, decay, rate = (x.squeeze(0) for x in (query, key, value, g, beta))
+    return gated_delta_rule(q, k, v, decay, rate, packed.layout).unsqueeze(0), None
+
+
 register_attention(_PACKED, _attention)
+register_delta_rule(_convolution, _delta_rule, "packed")
 
 
 def _device_mesh(groups: ProcessGroups) -> DeviceMesh:
@@ -279,7 +305,7 @@ class FsdpStrategy:
         packed = self._sample()
         obstacles = [*_seen.obstacles]
         if not obstacles and _seen.layers != len(self._blocks):
-            obstacles = [f"{_seen.layers} of {len(self._blocks)} layers have attention"]
+            obstacles = [f"{_seen.layers} of {len(self._blocks)} layers can tell rows apart"]
         self.packs_rows = False
         if obstacles:
             if self._groups.is_first:

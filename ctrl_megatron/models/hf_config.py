@@ -101,6 +101,8 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
             "models of transformers"
         )
     family = FAMILIES[name]
+    if family.inner:
+        config = _of_language_model(config, family, where)
     config = _in_usual_words(config, family, where)
     _refuse_unsupported(config, family, where)
     parse_weight_block_size(config, where)
@@ -117,6 +119,9 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
     _check_architecture(config, family, where)
     head = value_head_has_bias(config, where)
+    delta_net, delta_layers = None, ()
+    if family.delta_net is not None:
+        delta_net, delta_layers = family.delta_net(config, where)
     further = config.get("num_nextn_predict_layers") or 0
     if not isinstance(further, int) or further < 0:
         raise UserError(f"{where}: num_nextn_predict_layers={further!r} must be a whole number")
@@ -135,7 +140,40 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         diffusion=None if family.diffusion is None else family.diffusion(config, where),
         file_names=family.file_names,
         layers_left_out=further,
+        delta_net=delta_net,
+        delta_layers=delta_layers,
+        zero_centred_norms=family.zero_centred_norms,
+        left_out=family.left_out,
     )
+
+
+_OUTER = frozenset(
+    [
+        *("text_config", "vision_config", "architectures", "model_type", "dtype", "torch_dtype"),
+        *("transformers_version", "tie_word_embeddings", "image_token_id", "video_token_id"),
+        *("vision_start_token_id", "vision_end_token_id", "id2label", "label2id"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"),
+    ]
+)
+"""The keys of a model that reads pictures beside those of its language model."""
+
+
+def _of_language_model(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """The mapping of the language model within that of one that reads more than text."""
+    inner = config.get(family.inner)
+    if not isinstance(inner, dict):
+        raise UserError(f"{where}: the object {family.inner!r} is missing")
+    for key in config.keys() - _OUTER:
+        raise UserError(f"{where}: {key}={config[key]!r} is not supported beside {family.inner}")
+    tied = [bool(own.get("tie_word_embeddings", False)) for own in (config, inner)]
+    if tied[0] != tied[1]:
+        raise UserError(f"{where}: tie_word_embeddings differs from that of {family.inner}")
+    kept = {key: config[key] for key in _SHARED_KEYS & config.keys()}
+    return {**inner, **kept, "model_type": config["model_type"]}
+
+
+_SHARED_KEYS = frozenset(["architectures", "id2label", "label2id", "quantization_config"])
+"""Keys that a file has outside of its language model's."""
 
 
 def _in_usual_words(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -188,10 +226,12 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
                 f"{where}: {spelt.get(key, key)}={config.get(key)!r} is not supported, only "
                 f"{allowed[-1]!r}"
             )
+    kinds = ("full_attention", *(("linear_attention",) if family.delta_net else ()))
     for kind in config.get("layer_types") or ():
-        if kind != "full_attention":
+        if kind not in kinds:
             raise UserError(
-                f"{where}: layer_types has {kind!r}; only 'full_attention' is supported"
+                f"{where}: layer_types has {kind!r}; only {' and '.join(map(repr, kinds))} is "
+                "supported"
             )
 
 

@@ -11,14 +11,15 @@ def kernel_providers(dtype: str = "bfloat16") -> dict[str, str]:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from ctrl_megatron.models.layer_spec import block_spec
-    from ctrl_megatron.models.shape import Dense, GroupedQueryAttention
+    from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, LayerKind
 
     def name(part: Any) -> str:
         kind: Any = part.module if isinstance(part, ModuleSpec) else part
         return f"{kind.__module__}.{kind.__qualname__}"
 
     any_heads = GroupedQueryAttention(heads=1, groups=1, head_dim=1)
-    (layer,) = block_spec(any_heads, [Dense(width=1)]).layer_specs
+    kind = LayerKind(mixer=any_heads, feed_forward=Dense(width=1))
+    (layer,) = block_spec([kind]).layer_specs
     attention = layer.submodules.self_attention.submodules
     return {
         "attention": _attention(name(attention.core_attention), dtype),

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from ctrl_megatron.models.attention import PackedAttention, shared_prefix_attention_class
+from ctrl_megatron.models.delta_net import DeltaNetMixer, DeltaNetSubmodules
 from ctrl_megatron.models.grouped_experts import GroupedExperts
 from ctrl_megatron.models.latent_attention import LatentSelfAttention
 from ctrl_megatron.models.layers import RMSNorm, RotatedSelfAttention, SwiGLU
@@ -40,7 +41,9 @@ from ctrl_megatron.models.shape import (
     Dense,
     Experts,
     FeedForward,
+    GatedDeltaNet,
     GroupedQueryAttention,
+    LayerKind,
     MultiLatentAttention,
 )
 
@@ -129,25 +132,23 @@ def fuses_norms(shape: AnyShape) -> bool:
     return has_transformer_engine() and shape.lora is None
 
 
-def block_spec(
-    attention: Attention, feed_forward: Sequence[FeedForward], *, fuse_norms: bool = True
-) -> Any:
+def block_spec(kinds: Sequence[LayerKind], *, fuse_norms: bool = True) -> Any:
     """The spec of a stage with these layers; the last stage has the final norm. ``fuse_norms`` is
     for Transformer Engine."""
     if has_transformer_engine():
         norm = transformer_block.LayerNormImpl
-        layers = [_transformer_engine_layer(attention, kind) for kind in feed_forward]
+        layers = [_transformer_engine_layer(kind.mixer, kind.feed_forward) for kind in kinds]
         if not fuse_norms:
             for layer in layers:
                 _take_norms_out(layer.submodules)
     else:
         norm = RMSNorm
-        layers = [_layer(attention, kind) for kind in feed_forward]
+        layers = [_layer(kind.mixer, kind.feed_forward) for kind in kinds]
     # Megatron's annotations of these fields are narrower than what it accepts.
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)  # type: ignore[arg-type]
 
 
-def _layer(attention: Attention, kind: FeedForward) -> ModuleSpec:
+def _layer(mixer: Attention | GatedDeltaNet, kind: FeedForward) -> ModuleSpec:
     """A layer in plain torch."""
     norm: Any = RMSNorm
     bias_dropout_add: Any = get_bias_dropout_add
@@ -164,7 +165,7 @@ def _layer(attention: Attention, kind: FeedForward) -> ModuleSpec:
             mlp = ModuleSpec(module=MoELayer, submodules=parts)
     layer = TransformerLayerSubmodules(
         input_layernorm=norm,
-        self_attention=_self_attention(attention),
+        self_attention=_mixer(mixer),
         self_attn_bda=bias_dropout_add,
         pre_mlp_layernorm=norm,
         mlp=mlp,
@@ -173,12 +174,14 @@ def _layer(attention: Attention, kind: FeedForward) -> ModuleSpec:
     return ModuleSpec(module=TransformerLayer, submodules=layer)
 
 
-def _self_attention(attention: Attention) -> ModuleSpec:
+def _mixer(mixer: Attention | GatedDeltaNet) -> ModuleSpec:
     core_attention: Any = PackedAttention
     norm: Any = RMSNorm
-    match attention:
+    match mixer:
+        case GatedDeltaNet():
+            return _delta_net(mixer, ColumnParallelLinear, RowParallelLinear)
         case GroupedQueryAttention():
-            head_norm: Any = norm if attention.qk_norm else None
+            head_norm: Any = norm if mixer.qk_norm else None
             module: Any = RotatedSelfAttention
             parts: Any = SelfAttentionSubmodules(
                 linear_qkv=ColumnParallelLinear,
@@ -204,23 +207,37 @@ def _self_attention(attention: Attention) -> ModuleSpec:
     return ModuleSpec(module=module, params=causal, submodules=parts)
 
 
-def _transformer_engine_layer(attention: Attention, kind: FeedForward) -> Any:
-    latent = isinstance(attention, MultiLatentAttention)
+def _delta_net(net: GatedDeltaNet, column: Any, row: Any) -> ModuleSpec:
+    parts = DeltaNetSubmodules(in_proj=column, out_proj=row)
+    return ModuleSpec(module=DeltaNetMixer, params={"net": net}, submodules=parts)
+
+
+def _transformer_engine_layer(mixer: Attention | GatedDeltaNet, kind: FeedForward) -> Any:
+    latent = isinstance(mixer, MultiLatentAttention)
     spec: Any = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=kind.count if isinstance(kind, Experts) else None,
         moe_grouped_gemm=False,
-        qk_layernorm=latent or attention.qk_norm,
+        qk_layernorm=latent or (isinstance(mixer, GroupedQueryAttention) and mixer.qk_norm),
         multi_latent_attention=latent,
     )
     self_attention = spec.submodules.self_attention
+    if isinstance(kind, Experts):
+        parts = _parts_of(spec.submodules.mlp)
+        parts.router, parts.experts.module = Router, GroupedExperts
+    if isinstance(mixer, GatedDeltaNet):
+        own = gpt_layer_specs.TESpecProvider()
+        spec.submodules.input_layernorm = own.layer_norm()
+        linear = own.column_parallel_linear(), own.row_parallel_linear()
+        spec.submodules.self_attention = _delta_net(mixer, *linear)
+        return spec
     self_attention.submodules.core_attention = shared_prefix_attention_class(
         self_attention.submodules.core_attention
     )
     if latent:
         self_attention.module = LatentSelfAttention
-    if isinstance(kind, Experts):
-        parts = _parts_of(spec.submodules.mlp)
-        parts.router, parts.experts.module = Router, GroupedExperts
+    elif isinstance(mixer, GroupedQueryAttention) and mixer.gated:
+        # Megatron's own expects the gates of a group behind all its queries.
+        self_attention.module = RotatedSelfAttention
     return spec
 
 
@@ -237,7 +254,9 @@ def _take_norms_out(layer: Any) -> None:
     norm, column = parts.layer_norm(), parts.column_parallel_linear()
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
-    if isinstance(attention, MLASelfAttentionSubmodules):
+    if isinstance(attention, DeltaNetSubmodules):
+        pass  # it begins without one
+    elif isinstance(attention, MLASelfAttentionSubmodules):
         attention.q_layernorm = attention.kv_layernorm = norm
         attention.linear_q_up_proj = attention.linear_kv_up_proj = column
     else:

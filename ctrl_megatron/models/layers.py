@@ -26,12 +26,14 @@ def _rows_at_once(matrix: torch.Tensor) -> int:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w x / rms(x) over the last dimension, in float32 from x to y."""
+    """y = (c + w) x / rms(x) over the last dimension, in float32 from x to y."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float, centre: float
+    ) -> torch.Tensor:
         x_TH = hidden.reshape(-1, hidden.shape[-1])
-        y_TH, weight_H = torch.empty_like(x_TH), weight.float()
+        y_TH, weight_H = torch.empty_like(x_TH), weight.float() + centre
         scale_T1 = x_TH.new_empty((len(x_TH), 1), dtype=torch.float32)
         size = _rows_at_once(x_TH)
         wides = x_TH.new_empty((2, min(size, len(x_TH)), x_TH.shape[1]), dtype=torch.float32)
@@ -42,6 +44,7 @@ class _RMSNorm(torch.autograd.Function):
             wide.mul_(scale.add_(eps).rsqrt_())
             y.copy_(wide.mul_(weight_H))
         ctx.save_for_backward(hidden, weight, scale_T1)
+        ctx.centre = centre
         return y_TH.view(hidden.shape)
 
     @staticmethod
@@ -49,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         hidden, weight, scale_T1 = ctx.saved_tensors
         x_TH = hidden.reshape(-1, hidden.shape[-1])
         grad_TH, out_TH = grads[0].reshape(x_TH.shape), torch.empty_like(x_TH)
-        weight_H = weight.float()
+        weight_H = weight.float() + ctx.centre
         sum_H = torch.zeros_like(weight_H)
         size = _rows_at_once(x_TH)
         wides = x_TH.new_empty((3, min(size, len(x_TH)), x_TH.shape[1]), dtype=torch.float32)
@@ -64,11 +67,20 @@ class _RMSNorm(torch.autograd.Function):
             mean_T1 = (product @ weight_H).div_(x.shape[1]).unsqueeze(-1)
             wide.mul_(weight_H).addcmul_(normed, mean_T1, value=-1)
             out.copy_(wide.mul_(scale))
-        return out_TH.view(hidden.shape), sum_H.to(weight.dtype), None
+        return out_TH.view(hidden.shape), sum_H.to(weight.dtype), None, None
+
+
+def rms_norm(
+    hidden: torch.Tensor, weight: torch.Tensor, eps: float, centre: float = 0.0
+) -> torch.Tensor:
+    """hidden (..., H) divided by its root mean square and times ``centre + weight`` (H,), computed
+    in float32; of hidden's shape and dtype."""
+    return _RMSNorm.apply(hidden, weight, eps, centre)  # type: ignore[return-value]
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm over the last dimension, computed in float32 (as HF does).
+    """Root mean square norm over the last dimension, computed in float32 (as HF does). With
+    ``layernorm_zero_centered_gamma`` it multiplies with 1 + weight.
 
     Under sequence parallelism each tensor rank computes other tokens, so the weight is marked for
     Megatron to sum its gradient over the tensor ranks; torch's own norm lacks that mark.
@@ -78,13 +90,13 @@ class RMSNorm(torch.nn.Module):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centre = eps, float(config.layernorm_zero_centered_gamma)
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden (..., H) in any float dtype; returns the same shape and dtype."""
-        return _RMSNorm.apply(hidden, self.weight, self.eps)  # type: ignore[return-value]
+        return rms_norm(hidden, self.weight, self.eps, self.centre)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -195,18 +207,24 @@ class RotatedSelfAttention(SelfAttention):
         return super().forward(hidden_states, attention_mask, **arguments)
 
     def get_query_key_value_tensors(
-        self, hidden_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query (T, 1, A, D) and key (T, 1, G, D), both rotated, value (T, 1, G, D)."""
+        self, hidden_states: torch.Tensor, *_: Any, output_gate: bool = False, **__: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Query (T, 1, A, D) and key (T, 1, G, D), both rotated, value (T, 1, G, D), and with
+        ``output_gate`` the gate (T, 1, A, D), whose rows follow those of its head's query."""
         mixed, _no_bias = self.linear_qkv(hidden_states)  # type: ignore[operator]
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         mixed = mixed.view(mixed.shape[0], groups, -1, width)
+        gates = []
+        if output_gate:
+            heads, last = mixed[:, :, :-2].unflatten(2, (-1, 2)), mixed[:, :, -2:]
+            mixed = torch.cat([heads[:, :, :, 0], last], dim=2)
+            gates.append(heads[:, :, :, 1].reshape(len(mixed), 1, -1, width))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key, value = mixed.split([mixed.shape[2] - 2, 1, 1], dim=2)
             mixed = torch.cat([self.q_layernorm(query), self.k_layernorm(key), value], dim=2)
         parts = _SplitAndRotate.apply(mixed, *self._tables)
         query, key, value = (part.view(len(part), 1, -1, width) for part in parts)  # type: ignore[union-attr]
-        return query, key, value
+        return query, key, value, *gates
 
 
 def _tables(angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

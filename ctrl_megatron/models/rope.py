@@ -155,6 +155,9 @@ def parse_rope(config: dict[str, Any], where: str, *, partial: bool = False) -> 
         raise UserError(f"{where}: partial_rotary_factor is not supported")
     keys, build = _KINDS[kind]
     common = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    if partial:
+        # Text has one position where pictures have three, so that the sections are rotated alike.
+        common |= {"mrope_section", "mrope_interleaved"}
     for key in sorted(scaling.keys() - common - keys):
         raise UserError(f"{where}: {key}={scaling[key]!r} is not supported by rope type {kind!r}")
     given = {_CONTEXT: positive_number(config, "max_position_embeddings", where), **scaling}

@@ -23,6 +23,7 @@ from ctrl_megatron.models.shape import (
     ExpertNames,
     Experts,
     FeedForward,
+    GatedDeltaNet,
     GroupedQueryAttention,
     HfTensor,
     MultiLatentAttention,
@@ -68,9 +69,14 @@ class ParamRule:
     """False for a weight that stays as the model's directory has it: it has no gradient and no
     optimizer state, and no checkpoint has it."""
 
+    @property
+    def stacked(self) -> bool:
+        """Whether each HF tensor has all experts of a layer, along its first dimension."""
+        return self.experts > 1 and "{e}" not in self.hf[0].name
+
     def tensors(self, layer: int, expert: int = 0) -> Iterator[HfTensor]:
         for tensor in self.hf:
-            yield HfTensor(tensor.name.format(i=layer, e=expert), tensor.shape)
+            yield replace(tensor, name=tensor.name.format(i=layer, e=expert))
 
 
 ADAPTED = "base_model.model."
@@ -102,7 +108,8 @@ def param_rules(shape: AnyShape) -> tuple[ParamRule, ...]:
         output = [ParamRule("output", "output_layer.weight", (tensor,), "vocab")]
     base = (
         ParamRule("embedding", "embedding.word_embeddings.weight", (embedding,), "vocab"),
-        *_attention(shape.attention, hidden, tuple(range(shape.num_layers))),
+        *_attention(shape.attention, hidden, shape.attention_layers),
+        *_delta_net(shape.delta_net, hidden, shape.delta_layers),
         *(
             rule
             for kind, layers in shape.layers_by_kind.items()
@@ -125,7 +132,8 @@ def _as_they_are(shape: TransformersShape) -> Iterator[ParamRule]:
             layers, part = (layer,), "layer"
         else:
             layers, part = (0,), before
-        yield ParamRule(part, tensor.name, (tensor,), "shard", layers=layers, mesh="module")
+        own = _in_files((tensor,), shape.file_names)
+        yield ParamRule(part, tensor.name, own, "shard", layers=layers, mesh="module")
 
 
 def _in_files(
@@ -162,7 +170,10 @@ def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]
             continue
         named = [(t.shape, *adapter_names(t.name, lora)) for t in adapted]
         down = tuple(HfTensor(a, (lora.rank, width)) for (_, width), a, _ in named)
-        up = tuple(HfTensor(b, (out, lora.rank)) for (out, _), _, b in named)
+        up = tuple(
+            HfTensor(b, (t.shape[0], lora.rank), t.sections)
+            for t, (_, _, b) in zip(adapted, named, strict=True)
+        )
         kinds: tuple[Kind, Kind] = ("replicated", rule.kind)
         if rule.kind == "row":
             kinds = ("row", "replicated")
@@ -252,7 +263,8 @@ def _grouped_query(
     attention: GroupedQueryAttention, hidden: int, layers: tuple[int, ...]
 ) -> Iterator[ParamRule]:
     qkv, module = "self_attention.linear_qkv", "self_attn"
-    rows = {"q": attention.query_width, "k": attention.key_width, "v": attention.key_width}
+    queries = attention.query_width * (2 if attention.gated else 1)
+    rows = {"q": queries, "k": attention.key_width, "v": attention.key_width}
     norm = {"input_layernorm": (hidden,)}
     weights = {f"{module}.{x}_proj": (count, hidden) for x, count in rows.items()}
     yield _layer_rule(layers, "input_layernorm", "replicated", norm, te=qkv)
@@ -265,6 +277,46 @@ def _grouped_query(
         yield _layer_rule(layers, f"self_attention.{x}_layernorm", "replicated", norm)
     out = {f"{module}.o_proj": (hidden, attention.query_width)}
     yield _layer_rule(layers, "self_attention.linear_proj", "row", out)
+
+
+def _delta_net(
+    delta: GatedDeltaNet | None, hidden: int, layers: tuple[int, ...]
+) -> Iterator[ParamRule]:
+    """The heads are spread over the tensor ranks; the norm is that of any head."""
+    if delta is None or not layers:
+        return
+    own, theirs = "self_attention", "linear_attn"
+    values, width = delta.value_heads, delta.value_width
+    qkv = HfTensor(f"{theirs}.in_proj_qkv", (sum(delta.sections), hidden), delta.sections)
+    if delta.by_head:
+        projections = [
+            HfTensor(f"{theirs}.in_proj_qkvz", (sum(delta.sections) + width, hidden)),
+            HfTensor(f"{theirs}.in_proj_ba", (2 * values, hidden)),
+        ]
+    else:
+        sizes = {"z": width, "b": values, "a": values}
+        projections = [
+            qkv,
+            *(HfTensor(f"{theirs}.in_proj_{x}", (size, hidden)) for x, size in sizes.items()),
+        ]
+
+    def rule(name: str, kind: Kind, *tensors: HfTensor, leaf: str = "weight") -> ParamRule:
+        return ParamRule(
+            "layer",
+            f"decoder.layers.{{i}}.{own}{name}.{leaf}",
+            tuple(replace(t, name=f"model.layers.{{i}}.{t.name}.{leaf}") for t in tensors),
+            kind,
+            layers=layers,
+        )
+
+    yield _layer_rule(layers, "input_layernorm", "replicated", {"input_layernorm": (hidden,)})
+    yield rule(".in_proj", "column", *projections)
+    convolution = (sum(delta.sections), 1, delta.kernel)
+    yield rule(".conv1d", "column", HfTensor(f"{theirs}.conv1d", convolution, delta.sections))
+    for leaf in ("dt_bias", "A_log"):
+        yield rule("", "column", HfTensor(theirs, (values,)), leaf=leaf)
+    yield rule(".norm", "replicated", HfTensor(f"{theirs}.norm", (delta.value_dim,)))
+    yield rule(".out_proj", "row", HfTensor(f"{theirs}.out_proj", (hidden, width)))
 
 
 def _latent(
@@ -304,7 +356,7 @@ def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> It
             yield from _gated(layers, "mlp", "mlp", ExpertNames(), hidden, width)
         case Experts(count=count, names=names):
             router = {f"{names.block}.gate": (count, hidden)}
-            own, theirs = "mlp.experts.local_experts.{e}", f"{names.block}.experts.{{e}}"
+            own, theirs = "mlp.experts.local_experts.{e}", f"{names.block}.experts"
             yield _layer_rule(layers, "pre_mlp_layernorm", "replicated", norm)
             yield _layer_rule(layers, "mlp.router", "replicated", router)
             if kind.correction_bias:
@@ -317,11 +369,19 @@ def _feed_forward(kind: FeedForward, hidden: int, layers: tuple[int, ...]) -> It
                     layers=layers,
                     buffer="float32",
                 )
-            for rule in _gated(layers, own, theirs, names, hidden, kind.expert_width):
+            if names.stacked:
+                parts = _stacked(layers, own, theirs, kind, hidden)
+            else:
+                parts = _gated(layers, own, f"{theirs}.{{e}}", names, hidden, kind.expert_width)
+            for rule in parts:
                 yield replace(rule, mesh="expert", experts=count, passed=kind.top_k)
             if kind.shared_width:
-                shared = "mlp.shared_experts"
-                yield from _gated(layers, shared, shared, names, hidden, kind.shared_width)
+                own, theirs = "mlp.shared_experts", f"{names.block}.{names.shared}"
+                yield from _gated(layers, own, theirs, names, hidden, kind.shared_width)
+            if kind.shared_gate:
+                gate = {f"{names.block}.{names.shared}_gate": (1, hidden)}
+                rule = _layer_rule(layers, own, "replicated", gate)
+                yield replace(rule, megatron=f"decoder.layers.{{i}}.{own}.gate_weight")
 
 
 def _gated(
@@ -333,6 +393,20 @@ def _gated(
     out = {f"{theirs}.{names.down}": (hidden, width)}
     yield _layer_rule(layers, f"{own}.linear_fc1", "column", halves)
     yield _layer_rule(layers, f"{own}.linear_fc2", "row", out)
+
+
+def _stacked(
+    layers: tuple[int, ...], own: str, theirs: str, kind: Experts, hidden: int
+) -> Iterator[ParamRule]:
+    """``_gated`` for each of the experts whose weights are in two tensors of a layer's file."""
+    count, width, names = kind.count, kind.expert_width, kind.names
+    halves = HfTensor(
+        f"model.layers.{{i}}.{theirs}.gate_{names.up}", (count, 2 * width, hidden), (width, width)
+    )
+    out = HfTensor(f"model.layers.{{i}}.{theirs}.{names.down}", (count, hidden, width))
+    at = f"decoder.layers.{{i}}.{own}"
+    yield ParamRule("layer", f"{at}.linear_fc1.weight", (halves,), "column", layers=layers)
+    yield ParamRule("layer", f"{at}.linear_fc2.weight", (out,), "row", layers=layers)
 
 
 @lru_cache(maxsize=64)

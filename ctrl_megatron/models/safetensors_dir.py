@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ class SafetensorsDirectory:
         self.directory, self._backend = Path(directory), "mmap" if mapped else "pread"
         self._open: dict[str, Any] = {}
         self._file_of = self._index()
+        self._stacks: dict[str, list[list[str]]] = {}
         config = self.directory / "config.json"
         # A folder of weights alone has none.
         self.block = (
@@ -87,11 +90,27 @@ class SafetensorsDirectory:
             self._opened(path)
         return self._open[file]
 
+    @staticmethod
+    def names_in(path: Path) -> list[str]:
+        """The tensors of a file."""
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+
+    def stored(self, begins: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """The tensors whose names begin so, in the type of the files."""
+        names = [name for name in self._file_of if name.startswith(begins)]
+        return {name: self._handle(name).get_tensor(name) for name in names}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor; reads only the files' headers."""
         return {name: self._shape(name) for name in self._file_of}
 
     def _shape(self, name: str) -> tuple[int, ...]:
+        if name in self._stacks:
+            sizes = [[self._shape(part) for part in parts] for parts in self._stacks[name]]
+            if all(own == sizes[0] for own in sizes) and len({s[1:] for s in sizes[0]}) == 1:
+                return len(sizes), sum(size[0] for size in sizes[0]), *sizes[0][0][1:]
+            raise UserError(f"{self.directory}: the experts of {name} have several shapes")
         try:
             return tuple(self._handle(name).get_slice(name).get_shape())
         except SafetensorError as error:
@@ -104,16 +123,19 @@ class SafetensorsDirectory:
         head only headers are read.
         """
         wanted = hf_shapes(shape)
-        missing = [name for name in wanted if name not in self._file_of]
+        self._stacks = self._stacks_of_experts(wanted)
+        within = {name for experts in self._stacks.values() for own in experts for name in own}
+        missing = [n for n in wanted if n not in self._file_of and n not in self._stacks]
         # Old exports carry the rotary buffer, and tied ones may repeat the embedding.
         harmless = {"lm_head.weight"} if shape.tied_embeddings else set()
         harmless |= {name + SCALES for name in wanted if self.block is not None}
-        further = self._further_layers(shape)
+        further = self._further_layers(shape) + shape.left_out
         unexpected = [
             name
             for name in self._file_of
             if name not in wanted
             and name not in harmless
+            and name.removesuffix(SCALES) not in within
             and not name.endswith(".inv_freq")
             and not name.startswith(further)
         ]
@@ -123,7 +145,8 @@ class SafetensorsDirectory:
                 f"unexpected {unexpected[:5]} ({len(missing)} and {len(unexpected)} in all)"
             )
         for name, expected in wanted.items():
-            self._require_scales(name)
+            for own in itertools.chain(*self._stacks.get(name, [[name]])):
+                self._require_scales(own)
             if (actual := self._shape(name)) != expected:
                 raise UserError(
                     f"{self.directory}: {name} has shape {actual}, config.json implies {expected}"
@@ -138,6 +161,19 @@ class SafetensorsDirectory:
                 "with the other",
                 remedy="set tie_word_embeddings to false, or remove the tensor",
             )
+
+    def _stacks_of_experts(self, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """Tensor of all experts of a layer -> by expert the tensors of ``PARTS_OF_STACKS`` that the
+        files have in place of it, as transformers writes them."""
+        found = {}
+        for name, size in wanted.items():
+            module, _, leaf = name.rpartition(".")
+            if name in self._file_of or leaf not in PARTS_OF_STACKS:
+                continue
+            parts = [[f"{module}.{e}.{p}" for p in PARTS_OF_STACKS[leaf]] for e in range(size[0])]
+            if all(own in self._file_of for own in itertools.chain(*parts)):
+                found[name] = parts
+        return found
 
     def _further_layers(self, shape: AnyShape) -> tuple[str, ...]:
         """How the names of layers that are left out begin; logs one warning if there are any."""
@@ -177,17 +213,43 @@ class SafetensorsDirectory:
         return digest.hexdigest()[:16]
 
     def read(self, name: str) -> torch.Tensor:
+        if name in self._stacks:
+            return self.read_part(name, (slice(None),) * 3)
         if self.block is not None and name + SCALES in self._file_of:
             return self.read_part(name, (slice(None),) * 2)
         return self._handle(name).get_tensor(name)
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        if name in self._stacks:
+            experts, rows, columns = part
+            return torch.stack(
+                [self._rows(own, rows, columns) for own in self._stacks[name][experts]]
+            )
         found = self._handle(name).get_slice(name)[part]
         if self.block is None or (scales := name + SCALES) not in self._file_of:
             return found
         begins = [index.start or 0 for index in part] + [0] * (2 - len(part))
         whole = self._handle(scales).get_tensor(scales)
         return dequantise(found, whole, (begins[0], begins[1]), self.block)
+
+    def _rows(self, names: list[str], rows: slice, columns: slice) -> torch.Tensor:
+        """Rows and columns of the tensors ``names``, one above the other."""
+        found, above = [], 0
+        last = sum(self._shape(name)[0] for name in names) if rows.stop is None else rows.stop
+        for name in names:
+            count = self._shape(name)[0]
+            first, end = max(0, (rows.start or 0) - above), min(count, last - above)
+            if first < end:
+                found.append(self.read_part(name, (slice(first, end), columns)))
+            above += count
+        return torch.cat(found)
+
+
+PARTS_OF_STACKS = {
+    "gate_up_proj": ["gate_proj.weight", "up_proj.weight"],
+    "down_proj": ["down_proj.weight"],
+}
+"""The name of a tensor of all experts -> those of one expert's tensors that it consists of."""
 
 
 @cache

@@ -22,6 +22,9 @@ class GroupedQueryAttention:
     qk_norm: bool = False
     rotated: int | None = None
     """The first numbers of a head that are rotated; None for all."""
+    gated: bool = False
+    """Whether the context of each head is multiplied with the sigmoid of a gate, which is computed
+    with the queries: the rows of a head's gate follow those of its query."""
 
     @property
     def query_width(self) -> int:
@@ -107,6 +110,49 @@ class MultiLatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaNet:
+    """A layer that has a matrix for each value head in place of keys and values of all tokens
+    (Yang et al., arXiv 2412.06464; ``models.delta_rule``). Neighbouring value heads share queries
+    and keys. Before it is a convolution over time, behind it a gated norm."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Numbers of a head's query and key."""
+    value_dim: int
+    kernel: int
+    """Tokens of the convolution, the newest one included."""
+    by_head: bool
+    """Whether the rows of the two projections are those of one key head after the other
+    (Qwen3-Next), or four projections have queries, keys, values and so on (Qwen3.5)."""
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of one token's keys, and of its queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of one token's values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Numbers of queries, keys and values, which the convolution receives."""
+        return self.key_width, self.key_width, self.value_width
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a sequence's state, which are float32."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def divisible_sizes(self) -> Mapping[str, int]:
+        """Key of ``config.json`` -> a size that must divide over the tensor ranks."""
+        return {"linear_num_key_heads": self.key_heads}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
     """A gated feed-forward layer that every token passes."""
 
@@ -126,6 +172,9 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_experts"
+    stacked: bool = False
+    """Whether a file has the weights of all experts as one tensor, gate above up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +210,8 @@ class Experts:
     """Whether the router's logits are computed in float32, whatever the model's type is."""
     shared_width: int = 0
     """Width of the layer that every token passes besides; 0 if there is none."""
+    shared_gate: bool = False
+    """Whether the output of that layer is multiplied with the sigmoid of a number per token."""
 
     @property
     def width(self) -> int:
@@ -191,6 +242,9 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
+    sections: tuple[int, ...] = ()
+    """Rows of the parts that ranks cut one by one, such as queries, keys and values in one tensor;
+    empty for a tensor that is cut as a whole."""
 
 
 VALUE_HEAD = "score"
@@ -200,8 +254,18 @@ FeedForward = Dense | Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """The two parts of a layer."""
+
+    mixer: Attention | GatedDeltaNet
+    """The part in which a token reads earlier ones."""
+    feed_forward: FeedForward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder whose layers have equal attention and each their own kind of feed-forward layer."""
+    """A decoder. Its layers have equal attention, or equal gated delta nets in place of it, and
+    each their own kind of feed-forward layer."""
 
     strategy: ClassVar[StrategyName] = "megatron"
     """The key ``actor_rollout_ref.actor.strategy`` of the models of this shape."""
@@ -216,6 +280,12 @@ class ModelShape:
     attention: Attention
     feed_forward: tuple[FeedForward, ...]
     """One for each layer."""
+    delta_net: GatedDeltaNet | None = None
+    """None if all layers have attention."""
+    delta_layers: tuple[int, ...] = ()
+    """The layers with ``delta_net``, ascending."""
+    zero_centred_norms: bool = False
+    """Whether norms, except that of ``delta_net``, multiply with 1 + w where w is their weight."""
     value_head: bool = False
     """One number per token instead of a vocabulary (transformers' token classification models)."""
     head_bias: bool = True
@@ -231,6 +301,9 @@ class ModelShape:
     layers_left_out: int = field(default=0, compare=False)
     """Layers that follow the last one in the files and predict further tokens (multi-token
     prediction). They are not read."""
+    left_out: tuple[str, ...] = field(default=(), compare=False)
+    """How the names of other tensors begin that a directory may have and that are not computed
+    with, such as those of pictures. Exports have them as they were."""
 
     @property
     def without_adapters(self) -> ModelShape:
@@ -240,6 +313,30 @@ class ModelShape:
     @property
     def num_layers(self) -> int:
         return len(self.feed_forward)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have attention, ascending."""
+        return _others(self.num_layers, self.delta_layers)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """One for each layer."""
+        delta = {n: self.delta_net for n in self.delta_layers if self.delta_net is not None}
+        return tuple(
+            LayerKind(mixer=delta.get(n, self.attention), feed_forward=kind)
+            for n, kind in enumerate(self.feed_forward)
+        )
+
+    @property
+    def with_each_kind_once(self) -> ModelShape:
+        """The model with one layer of each kind, in the order in which they come."""
+        kinds = dict.fromkeys(self.layer_kinds)
+        return replace(
+            self,
+            feed_forward=tuple(kind.feed_forward for kind in kinds),
+            delta_layers=tuple(n for n, kind in enumerate(kinds) if kind.mixer == self.delta_net),
+        )
 
     @property
     def max_layer_width(self) -> int:
@@ -263,6 +360,10 @@ class ModelShape:
         """(layers with experts, experts of a token in each), the sizes of ``expert_routes``."""
         layers = [kind for kind in self.feed_forward if isinstance(kind, Experts)]
         return len(layers), max((kind.top_k for kind in layers), default=0)
+
+
+def _others(count: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in range(count) if n not in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +392,14 @@ class TransformersShape:
     layers."""
     outputs: tuple[str, ...] = ()
     """The names of the output layer's parameters; a tied one is none of ``tensors``."""
+    delta_net: GatedDeltaNet | None = None
+    """As in ``ModelShape``."""
+    delta_layers: tuple[int, ...] = ()
+    """As in ``ModelShape``."""
+    file_names: tuple[tuple[str, str], ...] = ()
+    """As in ``ModelShape``."""
+    left_out: tuple[str, ...] = field(default=(), compare=False)
+    """As in ``ModelShape``."""
     value_head: bool = False
     """As in ``ModelShape``."""
     head_bias: bool = True
@@ -301,6 +410,11 @@ class TransformersShape:
     diffusion: ClassVar[None] = None
     layers_left_out: ClassVar[int] = 0
     expert_choices: ClassVar[tuple[int, int]] = (0, 0)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """As in ``ModelShape``."""
+        return _others(self.num_layers, self.delta_layers)
 
     @property
     def max_layer_width(self) -> int:

@@ -8,7 +8,7 @@ names its mesh, and its kind says which axes of the mesh cut it; all other axes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -51,6 +51,8 @@ class ShardParam:
 
     name: str
     shape: tuple[int, ...]
+    """With as many dimensions as the HF tensors have: before the parameter's own is a 1 where they
+    have all experts of a layer."""
     pieces: tuple[Piece, ...]
     cuts: tuple[SplitDimension, ...]
     mesh: MeshName
@@ -83,7 +85,8 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
         )
     tensor = ("tensor_model_parallel_size", layout.tensor)
     expert_tensor = ("expert_tensor_parallel_size", layout.expert_tensor_ranks)
-    sizes = [(size, tensor) for size in shape.attention.divisible_sizes.items()]
+    mixers = {kind.mixer for kind in shape.layer_kinds}
+    sizes = [(size, tensor) for mixer in mixers for size in mixer.divisible_sizes.items()]
     for kind in shape.layers_by_kind:
         ranks = expert_tensor if isinstance(kind, Experts) else tensor
         sizes += [(size, ranks) for size in kind.divisible_sizes.items()]
@@ -134,10 +137,29 @@ def _pieces(
     placed, row = [], 0
     for block in range(index * blocks // parts, (index + 1) * blocks // parts):
         for whole in tensors:
-            count = whole.shape[0] // blocks
-            placed.append(_rows(whole.name, block * count, row, count, tail))
-            row += count
+            begin = 0
+            for rows in whole.sections or whole.shape[:1]:
+                count = rows // blocks
+                placed.append(_rows(whole.name, begin + block * count, row, count, tail))
+                row, begin = row + count, begin + rows
     return (row, *tail), placed
+
+
+def _expert_pieces(
+    kind: Kind, tensors: Sequence[HfTensor], *, expert: int, index: int, parts: int
+) -> tuple[tuple[int, ...], list[Piece]]:
+    """``_pieces`` of an expert's part of tensors that have all experts of a layer."""
+    own = [replace(tensor, shape=tensor.shape[1:]) for tensor in tensors]
+    size, placed = _pieces(kind, own, groups=0, index=index, parts=parts)
+    return (1, *size), [
+        Piece(
+            hf=piece.hf,
+            hf_start=(expert, *piece.hf_start),
+            start=(0, *piece.start),
+            extent=(1, *piece.extent),
+        )
+        for piece in placed
+    ]
 
 
 def _rows(name: str, hf_row: int, row: int, count: int, tail: tuple[int, ...]) -> Piece:
@@ -194,13 +216,18 @@ def _stage(
         copy = rule.part == "output" and shape.tied_embeddings
         for (local, layer), at in product(layers, indices(rule.mesh, axes)):
             for number, expert in _experts(rule, sizes, dict(at)):
-                size, placed = _pieces(
-                    rule.kind,
-                    tuple(rule.tensors(layer, expert)),
-                    groups=shape.attention.groups,
-                    index=next((index for axis, index in at if axis != "ep"), 0),
-                    parts=prod(sizes[axis] for axis in axes if axis != "ep"),
-                )
+                tensors = tuple(rule.tensors(layer, expert))
+                index = next((index for axis, index in at if axis != "ep"), 0)
+                parts = prod(sizes[axis] for axis in axes if axis != "ep")
+                if rule.stacked:
+                    size, placed = _expert_pieces(
+                        rule.kind, tensors, expert=expert, index=index, parts=parts
+                    )
+                else:
+                    groups = shape.attention.groups
+                    size, placed = _pieces(
+                        rule.kind, tensors, groups=groups, index=index, parts=parts
+                    )
                 yield ShardParam(
                     name=name.format(i=local, e=number),
                     shape=size,

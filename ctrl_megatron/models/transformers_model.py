@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES
 from ctrl_megatron.models.hf_keys import require_even_rotary_width, require_multiple
 from ctrl_megatron.models.shape import (
+    Experts,
     GroupedQueryAttention,
     HfTensor,
     TransformersShape,
@@ -38,8 +44,7 @@ def read_transformers_shape(directory: str | Path) -> TransformersShape:
     """The shape of the model in ``directory``, by transformers' own classes.
 
     UserError for a model that transformers has no class for (no code of a directory is run), that
-    is no language model, or whose tensors have other names or more dimensions than files and shards
-    support.
+    is no language model, or whose tensors have other names or forms in files.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -58,6 +63,10 @@ def _shape(text: str, where: str) -> TransformersShape:
     if not isinstance(keys, dict):
         raise UserError(f"{where}: must be a JSON object, is {type(keys).__name__}")
     family = str(keys.get("model_type"))
+    known = FAMILIES.get(family)
+    if known is not None and known.inner:
+        keys = {**keys[known.inner], "architectures": keys.get("architectures")}
+        text = json.dumps(keys, sort_keys=True)
     if family not in transformers.CONFIG_MAPPING:
         why = (
             "its code is in the directory, and no code of a model directory is ever run"
@@ -83,6 +92,11 @@ def _shape(text: str, where: str) -> TransformersShape:
             raise UserError(f"{where}: the key {key!r} is missing", remedy=_OTHER)
     with _read_by_transformers(where):
         model, blocks = empty_model(text, torch.float32, buffers=False)
+    transforms = get_model_conversion_mapping(model)
+    otherwise = any(isinstance(transform, WeightConverter) for transform in transforms)
+    if known is not None and otherwise:
+        kinds = known.feed_forward({**known.defaults, **keys}, where)
+        otherwise = not any(isinstance(kind, Experts) and kind.names.stacked for kind in kinds)
     numbers = {id(block): number for number, block in enumerate(blocks)}
     layer_of = {
         f"{name}.": numbers[id(module)]
@@ -97,10 +111,10 @@ def _shape(text: str, where: str) -> TransformersShape:
         )
     tensors = []
     for name, weight in model.named_parameters():
-        if not 1 <= weight.dim() <= 2:
+        if not weight.dim() or (otherwise and weight.dim() > 2):
             raise UserError(
-                f"{where}: {name} of {family!r} has {weight.dim()} dimensions, and strategy 'fsdp' "
-                "supports vectors and matrices",
+                f"{where}: transformers keeps {name} of {family!r} in another form than files, "
+                "which strategy 'fsdp' does not support",
                 remedy=_remedy(family),
             )
         layer = next((layer_of[begin] for begin in layer_of if name.startswith(begin)), None)
@@ -114,6 +128,9 @@ def _shape(text: str, where: str) -> TransformersShape:
     angles = [len(own) for name, own in model.named_buffers() if name.endswith("inv_freq")]
     if width + 1 in (2 * count for count in angles):
         require_even_rotary_width(width, where)
+    delta_net, delta_layers = None, ()
+    if known is not None and known.delta_net is not None:
+        delta_net, delta_layers = known.delta_net({**known.defaults, **keys}, where)
     shape = TransformersShape(
         family=family,
         config=text,
@@ -130,6 +147,10 @@ def _shape(text: str, where: str) -> TransformersShape:
         num_layers=len(blocks),
         tensors=tuple(tensors),
         outputs=tuple(f"{output}.{leaf}" for leaf, _ in head.named_parameters()),
+        delta_net=delta_net,
+        delta_layers=delta_layers,
+        file_names=() if known is None else known.file_names,
+        left_out=() if known is None else known.left_out,
     )
     bias = value_head_has_bias(keys, where)
     return shape if bias is None else value_model_shape(shape, head_bias=bias)
@@ -174,6 +195,25 @@ def register_attention(name: str, attention: Any) -> None:
     for it."""
     transformers.AttentionInterface.register(name, attention)
     transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
+
+
+def register_delta_rule(
+    convolution: Callable[..., torch.Tensor], rule: Callable[..., Any], argument: str
+) -> None:
+    """Let gated delta nets compute their convolution and their rule by these functions in passes
+    with ``argument``; transformers' own, where fla is not installed, do not tell rows apart."""
+    for module in (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
+        for name, own in (
+            ("causal_conv1d_fn", convolution),
+            ("torch_chunk_gated_delta_rule", rule),
+        ):
+            setattr(module, name, partial(_either, argument, own, getattr(module, name)))
+
+
+def _either(
+    argument: str, own: Callable[..., Any], theirs: Callable[..., Any], *given: Any, **named: Any
+) -> Any:
+    return (theirs if named.get(argument) is None else own)(*given, **named)
 
 
 def empty_model(

@@ -418,10 +418,10 @@ def _parts(
 
     put(-1, 0, 0)
     if isinstance(shape, ModelShape):
-        kinds = list(shape.layers_by_kind)
+        kinds = list(dict.fromkeys(own := shape.layer_kinds))
         for pp, chunk in train.virtual_stages():
             for local, layer in enumerate(train.layers(shape.num_layers, pp=pp, chunk=chunk)):
-                put(kinds.index(shape.feed_forward[layer]), pp, chunk, local, layer)
+                put(kinds.index(own[layer]), pp, chunk, local, layer)
     put(-2, train.pipeline - 1, train.virtual_pipeline - 1)
     return tuple(
         part
@@ -447,7 +447,7 @@ def _patterns(
     with one layer of each kind on one pipeline stage."""
     small = shape
     if isinstance(shape, ModelShape):
-        small = replace(shape, feed_forward=tuple(shape.layers_by_kind))
+        small = shape.with_each_kind_once
     stage = replace(train, pipeline=1, virtual_pipeline=1)
     specs = hf_specs(small, dtype, sends, quantised=quantised)
     needed, dtypes = _needed(small, cut), {spec.name: spec.dtype for spec in specs}
@@ -520,7 +520,7 @@ def _box(
 ) -> Box | None:
     """The rectangle of ``tensor``, the rule's tensor of that ``number``, that a worker reads."""
     whole: Box = ((0,) * len(tensor.shape), tensor.shape)
-    if cut.tensor == 1:
+    if cut.tensor == 1 or rule.stacked or tensor.sections:
         return whole
     if rule.mesh == "expert" and cut.spread_experts:
         own = _divided(rule.experts, cut.tensor, "experts")

@@ -76,7 +76,9 @@ class ModelSource:
         self.specs = hf_specs(model.shape, layout.dtype, layout.sends, quantised=layout.quantised)
 
     def values(self, chunk: int, rectangle: Rectangle) -> torch.Tensor:
-        return self.model.engine_part(chunk, rectangle.param).detach()[rectangle.piece.shard_slices]
+        own, piece = self.model.engine_part(chunk, rectangle.param).detach(), rectangle.piece
+        # An expert's weight is a part of an HF tensor with one more dimension.
+        return own.view(*(1,) * (len(piece.start) - own.dim()), *own.shape)[piece.shard_slices]
 
 
 class ZeroAdapters:

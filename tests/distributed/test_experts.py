@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from te_stand_ins import SPECS
 from test_saved_state import assert_same_contents
 from tiny_models import (
@@ -22,6 +21,7 @@ from tiny_models import (
     reference_log_probs,
     reference_router_losses,
     save_tiny,
+    weights_by_expert,
 )
 from world import run_world
 
@@ -46,6 +46,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp3": {"context": 3},
 }
 
+BOUNDS = {"qwen3_next": 5e-5, "qwen3_5_moe_text": 5e-5}
+"""Of gradients. The norm behind a gated delta net divides by what a row's first tokens read, which
+may be next to nothing: in four layers transformers in float32 is as far from itself in float64."""
 QUICK = ("tp2_ep2_etp1", "ep2")
 CONTEXT = ("tp2_cp2", "cp2_ep4", "cp3")
 
@@ -58,18 +61,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_tiny(name, root / name) for name in EXPERTS}
 
 
-def weights_of(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
-
-
 def biases_of(directory: Path) -> dict[str, torch.Tensor]:
     """The biases that DeepSeek-V3's routers add to their choice."""
-    weights = weights_of(directory)
+    weights = weights_by_expert(directory)
     return {name: w for name, w in weights.items() if name.endswith("e_score_correction_bias")}
 
 
 def assert_close(found: Path, expected: dict[str, torch.Tensor], rel: float) -> None:
-    weights = weights_of(found)
+    weights = weights_by_expert(found)
     assert expected.keys() == weights.keys()
     # Gradients that cancel are rounding: of keys' biases where nothing is rotated, all do.
     floor = 1e-7 * float(torch.stack([want.norm() for want in expected.values()]).norm())
@@ -106,7 +105,7 @@ def theirs(
     for family, path in models.items():
         gradients = reference_gradients(path, passes["gradients"]["batch"], out / family)
         log_probs = reference_log_probs(path, passes["parity"]["batch"], temperature=0.7)
-        found[family] = (*log_probs, weights_of(gradients))
+        found[family] = (*log_probs, weights_by_expert(gradients))
     return found
 
 
@@ -120,11 +119,11 @@ def check_passes(
         for results in found:
             assert torch.allclose(results["parity"][family][0], expected, atol=1e-5), family
             assert torch.allclose(results["parity"][family][1], entropy, atol=1e-5), family
-        before, after = weights_of(path), weights_of(out / "parity" / family)
+        before, after = weights_by_expert(path), weights_by_expert(out / "parity" / family)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
         for way in ("shared", "apart"):
-            assert_close(out / "gradients" / way / family, gradients, 1e-5)
+            assert_close(out / "gradients" / way / family, gradients, BOUNDS.get(family, 1e-5))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +166,7 @@ def alone(
     out = tmp_path_factory.mktemp("alone")
     found = in_world({}, out, **passes, train=steps)
     check_passes(models, theirs, out, found)
-    return weights_of(out / "train/many"), found[0]["train"]["many"]
+    return weights_by_expert(out / "train/many"), found[0]["train"]["many"]
 
 
 @pytest.mark.parametrize(
@@ -297,4 +296,4 @@ def test_losses_of_the_routers_are_means_over_all_tokens(
     for found in in_world(layout, tmp_path, router_gradients=arguments):
         step = found["router_gradients"]
         assert {key: step[key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
-    assert_close(tmp_path / "router_gradients", weights_of(theirs), 1e-5)
+    assert_close(tmp_path / "router_gradients", weights_by_expert(theirs), 1e-5)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from ctrl_megatron.models.safetensors_dir import PARTS_OF_STACKS
 
 VOCAB = 101
 _DIMS = {
@@ -28,6 +37,10 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_DELTA = {
+    **{"linear_num_key_heads": 12, "linear_num_value_heads": 24, "linear_key_head_dim": 4},
+    **{"linear_value_head_dim": 6, "full_attention_interval": 2, "head_dim": 24},
+}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "llama3_rope": (
@@ -37,6 +50,7 @@ FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False}),
     "qwen2_tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": True, "head_dim": 20}),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, _DELTA),
 }
 _EXPERTS = {
     "num_experts": 8,
@@ -63,7 +77,10 @@ _YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "mscale": 0.7},
     **{"mscale_all_dim": 0.9, "original_max_position_embeddings": 16},
 }
+_SHARED = {**_DELTA, "shared_expert_intermediate_size": 32}
 EXPERTS = {
+    "qwen3_next": (transformers.Qwen3NextConfig, {**_EXPERTS, **_SHARED}),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, {**_EXPERTS, **_SHARED}),
     "qwen3_moe": (transformers.Qwen3MoeConfig, {**_EXPERTS, "norm_topk_prob": True}),
     "qwen3_moe_mixed": (
         transformers.Qwen3MoeConfig,
@@ -107,8 +124,13 @@ def save_tiny(
         config_class(**{**_DIMS, **extra, **dims})
     )
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                # A tenth of a state is forgotten with each token.
+                parameter.copy_(-2.5 + 0.3 * torch.randn_like(parameter))
+            elif name.endswith("conv1d.weight"):
+                parameter.normal_(0, 0.5)
+            elif parameter.dim() == 1:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0, 0.08)
@@ -117,6 +139,20 @@ def save_tiny(
                 buffer.normal_(0, 0.3)
     model.to(dtype).save_pretrained(directory)
     return directory
+
+
+def weights_by_expert(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file; those of all experts of a layer as transformers writes them."""
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        module, _, leaf = name.rpartition(".")
+        for expert, own in enumerate(tensor if leaf in PARTS_OF_STACKS else ()):
+            parts = PARTS_OF_STACKS[leaf]
+            halves = own.chunk(len(parts))
+            tensors |= {f"{module}.{expert}.{p}": h for p, h in zip(parts, halves, strict=True)}
+        if leaf not in PARTS_OF_STACKS:
+            tensors[name] = tensor
+    return tensors
 
 
 MASK = VOCAB - 1
@@ -267,22 +303,56 @@ def predicted(seen: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return int(seen[: -len(mask)].sum()) + mask.nonzero().flatten()
 
 
+def recurrent_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule as transformers calls it, token by token and in the tensors' own type:
+    its own function computes in float32."""
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    state, out = value.new_zeros(*value.shape[::2], key.shape[-1], value.shape[-1]), []
+    for t in range(value.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        seen = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        change = beta[:, t, :, None] * (value[:, t] - seen)
+        state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], change)
+        out.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+    return torch.stack(out, dim=1) * key.shape[-1] ** -0.5, state
+
+
+@contextmanager
+def exact_models() -> Iterator[Any]:
+    """A function from a directory to transformers' model in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
+            patch.setattr(module, "torch_chunk_gated_delta_rule", recurrent_delta_rule)
+        yield partial(
+            transformers.AutoModelForCausalLM.from_pretrained,
+            dtype=torch.float64,
+            experts_implementation="eager",
+        )
+
+
 def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
     """transformers' gradients of ``workers.weighted_loss``, saved as a model in ``out``."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for ids, seen, mask, weights in zip(
-        *(batch[name] for name in ("input_ids", "attention_mask", "response_mask", "advantages")),
-        strict=True,
-    ):
-        tokens, places = ids[seen.bool()], predicted(seen, mask)
-        log_p = model(tokens[None]).logits[0].log_softmax(-1)[places - 1]
-        chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1)
-        (-(chosen * weights[mask]).sum() / batch["response_mask"].sum()).backward()
+    names = ("input_ids", "attention_mask", "response_mask", "advantages")
+    with exact_models() as load:
+        model = load(directory)
+        for ids, seen, mask, weights in zip(*(batch[name] for name in names), strict=True):
+            tokens, places = ids[seen.bool()], predicted(seen, mask)
+            log_p = model(tokens[None]).logits[0].log_softmax(-1)[places - 1]
+            chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1)
+            (-(chosen * weights[mask]).sum() / batch["response_mask"].sum()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
-    model.save_pretrained(out)
+    model.float().save_pretrained(out)
     return out
 
 
@@ -367,17 +437,17 @@ def reference_log_probs(
     directory: Path, batch: dict, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """transformers' log-probs and entropies, computed row by row without padding."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     log_probs = torch.zeros(batch["response_mask"].shape)
     entropy = torch.zeros_like(log_probs)
-    for row, (ids, seen, mask) in enumerate(
-        zip(batch["input_ids"], batch["attention_mask"], batch["response_mask"], strict=True)
-    ):
-        tokens, places = ids[seen.bool()], predicted(seen, mask)
-        logits = model(tokens[None]).logits[0].double() / temperature
-        log_p = logits.log_softmax(-1)[places - 1]
-        log_probs[row, mask] = log_p.gather(-1, tokens[places, None]).squeeze(-1).float()
-        entropy[row, mask] = -(log_p.exp() * log_p).sum(-1).float()
+    rows = (batch[name] for name in ("input_ids", "attention_mask", "response_mask"))
+    with exact_models() as load:
+        model = load(directory)
+        for row, (ids, seen, mask) in enumerate(zip(*rows, strict=True)):
+            tokens, places = ids[seen.bool()], predicted(seen, mask)
+            logits = model(tokens[None]).logits[0] / temperature
+            log_p = logits.log_softmax(-1)[places - 1]
+            log_probs[row, mask] = log_p.gather(-1, tokens[places, None]).squeeze(-1).float()
+            entropy[row, mask] = -(log_p.exp() * log_p).sum(-1).float()
     return log_probs, entropy
 
 
