@@ -173,6 +173,8 @@ class HfDirectoryWriter:
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = json.loads((folder / "config.json").read_text())
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        if "dtype" in (inner := config.get("text_config", {})):
+            inner["dtype"] = dtype
         # Weights are written as they are trained, and layers that predict further tokens are not.
         config.pop("quantization_config", None)
         if config.get("num_nextn_predict_layers"):

@@ -138,7 +138,8 @@ class DecodingBatch:
         if len(self.alive) < len(self._cached):
             places = {id(row): place for place, row in enumerate(self._cached)}
             keep = torch.tensor([places[id(row)] for row in self.alive], device=self._mask.device)
-            self._cache.batch_select_indices(keep)
+            # Also of states, for which `batch_select_indices` has no code.
+            self._cache.reorder_cache(keep)
             self._mask = self._mask[keep]
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.alive), 1)], dim=1)
         last = [[row.tokens[-1]] for row in self.alive]

@@ -93,7 +93,7 @@ def chain_model(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("o_proj.weight"):
+            if name.endswith(("o_proj.weight", "out_proj.weight")):
                 parameter.zero_()
     _teach(model, _chains(tokenizer_from, texts), probability)
     directory.mkdir(parents=True)
@@ -113,7 +113,7 @@ def _chains(tokenizer_from: Path, texts: Sequence[str]) -> torch.Tensor:
 
 
 def _teach(model: torch.nn.Module, chains: torch.Tensor, probability: float) -> None:
-    taught = [p for n, p in model.named_parameters() if "self_attn" not in n]
+    taught = [p for n, p in model.named_parameters() if "_attn" not in n]
     optimizer = torch.optim.Adam(taught, lr=1e-2)
     for _ in range(200):
         log_p = model(chains[:, :-1]).logits.log_softmax(-1)

@@ -1,0 +1,115 @@
+"""The language models of directories whose models read pictures too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import random_batch, reference_log_probs, save_tiny, weights_by_expert
+from world import run_world
+
+from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from ctrl_megatron.models.safetensors_dir import PARTS_OF_STACKS
+
+FAMILIES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+
+
+def with_pictures(text: Path, directory: Path, family: str) -> Path:
+    """The model ``text`` as its authors publish it: within another, experts in one tensor for each
+    layer, beside tensors for pictures and of a layer that predicts further tokens."""
+    tensors, stacks = {}, dict[str, list[torch.Tensor]]()
+    for name, tensor in load_file(text / "model.safetensors").items():
+        name = name.replace("model.", "model.language_model.", 1)
+        module, experts, own = name.partition(".experts.")
+        if not experts:
+            tensors[name] = tensor
+            continue
+        number, part = own.split(".", 1)
+        (leaf,) = [leaf for leaf, parts in PARTS_OF_STACKS.items() if part in parts]
+        stacks.setdefault(f"{module}.experts.{leaf}", []).append((part, int(number), tensor))
+    for name, found in stacks.items():
+        parts = PARTS_OF_STACKS[name.rpartition(".")[2]]
+        halves = [
+            torch.stack([t for p, n, t in sorted(found, key=lambda own: own[1]) if p == part])
+            for part in parts
+        ]
+        tensors[name] = torch.cat(halves, dim=1)
+    draw = torch.Generator().manual_seed(1)
+    for name, size in {
+        "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
+        "mtp.norm.weight": (5,),
+    }.items():
+        tensors[name] = torch.randn(size, generator=draw).bfloat16()
+    inner = json.loads((text / "config.json").read_text())
+    kind = inner.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
+    outer = {"model_type": family, "architectures": [kind], "text_config": inner}
+    outer |= {"vision_config": {"depth": 1}, "image_token_id": 7, "dtype": "float32"}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(outer))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def files(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of all files of a directory."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_same(left: Path, right: Path) -> None:
+    there, here = files(left), files(right)
+    assert there.keys() == here.keys()
+    for name, tensor in there.items():
+        assert tensor.dtype == here[name].dtype and torch.equal(tensor, here[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_are_trained_and_exports_keep_the_rest(tmp_path: Path, family: str) -> None:
+    text = save_tiny(family, tmp_path / "text", num_hidden_layers=2)
+    whole = with_pictures(text, tmp_path / "whole", FAMILIES[family])
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    for name, weight in (
+        transformers.AutoModelForCausalLM.from_pretrained(text).state_dict().items()
+    ):
+        assert torch.equal(weight, loaded.state_dict()[name])
+    batch = random_batch(seed=3, group=3)
+    results = run_world(
+        "parity",
+        2,
+        layout={"tensor": 2, "sequence_parallel": True},
+        directories={"whole": str(whole), "text": str(text)},
+        batch=batch,
+        temperature=0.7,
+        out=str(tmp_path / "out"),
+    )
+    expected, _ = reference_log_probs(text, batch, temperature=0.7)
+    for result in results:
+        assert torch.allclose(result["whole"][0], expected, atol=1e-5)
+        assert torch.equal(result["whole"][0], result["text"][0])
+    assert_same(whole, tmp_path / "out/whole")
+    ours, theirs = weights_by_expert(tmp_path / "out/text"), weights_by_expert(text)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversions_keep_every_byte(tmp_path: Path, family: str) -> None:
+    text = save_tiny(family, tmp_path / "text", torch.bfloat16, num_hidden_layers=2)
+    whole = with_pictures(text, tmp_path / "whole", FAMILIES[family])
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    for source in (whole, text):
+        hf_to_megatron(source, tmp_path / f"{source.name}_checkpoint")
+        megatron_to_hf(tmp_path / f"{source.name}_checkpoint", tmp_path / f"{source.name}_back")
+    assert_same(whole, tmp_path / "whole_back")
+    ours, theirs = weights_by_expert(tmp_path / "text_back"), weights_by_expert(text)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    again = json.loads((tmp_path / "whole_back/config.json").read_text())
+    assert again == json.loads((whole / "config.json").read_text())
