@@ -75,6 +75,8 @@ class Family:
     keys; empty where they are the file's own."""
     left_out: tuple[str, ...] = ()
     """As ``ModelShape.left_out``."""
+    stacked_experts: bool = False
+    """As ``ExpertNames.stacked``."""
     layers_of: str = ""
     """The family of transformers with the same layers, where transformers lacks this one."""
 
@@ -405,6 +407,7 @@ _QWEN3_5_MOE = replace(
     _QWEN3_NEXT,
     feed_forward=partial(_with_gated_expert, stacked=True),
     delta_net=partial(_delta_net, by_head=False),
+    stacked_experts=True,
     defaults={**_QWEN3_NEXT.defaults, "num_experts_per_tok": 8, "num_experts": 256},
     keys=(_QWEN3_NEXT.keys - {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
     | _QWEN3_5_KEYS,
@@ -412,6 +415,7 @@ _QWEN3_5_MOE = replace(
 _QWEN3_5 = replace(
     _QWEN3_5_MOE,
     feed_forward=_dense,
+    stacked_experts=False,
     defaults={**_DELTA_DEFAULTS, "num_key_value_heads": 4},
     keys=frozenset(_DELTA_DEFAULTS.keys() - {"max_position_embeddings", "head_dim"})
     | _QWEN3_5_KEYS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -250,6 +251,22 @@ PARTS_OF_STACKS = {
     "down_proj": ["down_proj.weight"],
 }
 """The name of a tensor of all experts -> those of one expert's tensors that it consists of."""
+
+
+def stacked_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """``shapes`` of files, with the tensor of all experts in the place of each expert's own."""
+    leaf_of = {part: leaf for leaf, parts in PARTS_OF_STACKS.items() for part in parts}
+    found, rows = dict[str, tuple[int, ...]](), dict[tuple[str, str], int]()
+    for name, size in shapes.items():
+        named = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+\.weight)", name)
+        if named is None or named[3] not in leaf_of:
+            found[name] = size
+            continue
+        stack = f"{named[1]}.{leaf_of[named[3]]}"
+        rows[stack, named[3]] = size[0]
+        count = max(int(named[2]) + 1, found.get(stack, (0,))[0])
+        found[stack] = (count, sum(n for (of, _), n in rows.items() if of == stack), *size[1:])
+    return found
 
 
 @cache

@@ -22,7 +22,6 @@ from ctrl_megatron.errors import UserError, read_json
 from ctrl_megatron.models.families import FAMILIES
 from ctrl_megatron.models.hf_keys import require_even_rotary_width, require_multiple
 from ctrl_megatron.models.shape import (
-    Experts,
     GroupedQueryAttention,
     HfTensor,
     TransformersShape,
@@ -93,10 +92,8 @@ def _shape(text: str, where: str) -> TransformersShape:
     with _read_by_transformers(where):
         model, blocks = empty_model(text, torch.float32, buffers=False)
     transforms = get_model_conversion_mapping(model)
-    otherwise = any(isinstance(transform, WeightConverter) for transform in transforms)
-    if known is not None and otherwise:
-        kinds = known.feed_forward({**known.defaults, **keys}, where)
-        otherwise = not any(isinstance(kind, Experts) and kind.names.stacked for kind in kinds)
+    converted = any(isinstance(transform, WeightConverter) for transform in transforms)
+    otherwise = converted and not (known is not None and known.stacked_experts)
     numbers = {id(block): number for number, block in enumerate(blocks)}
     layer_of = {
         f"{name}.": numbers[id(module)]

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from ctrl_megatron.models.families import FAMILIES
 from ctrl_megatron.models.fp8 import quantised_specs
 from ctrl_megatron.models.rules import adapter_names
-from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory, stacked_experts
 from ctrl_megatron.rollout.engine import (
     ENGINE_MEMORY,
     INITIAL_VERSION,
@@ -43,20 +44,29 @@ _CHECKSUM_THREADS = 4
 
 
 def read_model_config(model_path: str | Path) -> dict[str, Any]:
-    """The directory's ``config.json``; ValueError if there is none."""
+    """The directory's ``config.json``, with the language model's own keys for one that reads more
+    than text; ValueError if there is none."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; model_path must be an HF model directory")
-    return json.loads(path.read_text())
+    config = json.loads(path.read_text())
+    return {**config, **config.get("text_config", {}), "model_type": config.get("model_type")}
 
 
 def checkpoint_specs(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ...]:
-    """The checkpoint's tensors with ``dtype``, without a tied head and old rotary buffers."""
-    tied = read_model_config(model_path).get("tie_word_embeddings", False)
+    """The checkpoint's tensors with ``dtype`` in the family's form, without a tied head, old rotary
+    buffers and what the family leaves out."""
+    config = read_model_config(model_path)
+    tied, family = config.get("tie_word_embeddings", False), FAMILIES.get(config["model_type"])
+    shapes = SafetensorsDirectory(model_path).shapes()
+    if family is not None and family.stacked_experts:
+        shapes = stacked_experts(shapes)
     return tuple(
         TensorSpec(name=name, dtype=dtype, shape=shape)
-        for name, shape in SafetensorsDirectory(model_path).shapes().items()
-        if not name.endswith(".inv_freq") and not (tied and name == "lm_head.weight")
+        for name, shape in shapes.items()
+        if not name.endswith(".inv_freq")
+        and not (tied and name == "lm_head.weight")
+        and not (family is not None and name.startswith(family.left_out))
     )
 
 
