@@ -7,15 +7,19 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from ctrl_megatron.models.delta_rule import (
+    CHUNK,
     DeltaTokens,
     causal_convolution,
     continue_rows,
     gated_delta_rule,
     packed_rows,
+    products_per_token,
 )
 from ctrl_megatron.models.packed_layout import PackedLayout, build_packed_layout
+from ctrl_megatron.models.shape import GatedDeltaNet
 
 CPU = torch.device("cpu")
 GROUPS, HEADS, KEY, VALUE = 2, 4, 6, 5
@@ -151,3 +155,16 @@ def test_the_convolution_reaches_into_the_prompt_and_no_further(
         (u.requires_grad_(), weight.requires_grad_()),
         fast_mode=True,
     )
+
+
+def test_the_products_of_a_token_are_counted() -> None:
+    """All but the triangular solutions, which torch's counter does not see."""
+    net = GatedDeltaNet(
+        **{"key_heads": GROUPS, "value_heads": HEADS, "key_dim": KEY, "value_dim": VALUE},
+        **{"kernel": 4, "by_head": False},
+    )
+    tokens = 3 * CHUNK
+    with FlopCounterMode(display=False) as counter:
+        gated_delta_rule(*drawn(tokens), build_packed_layout([(tokens - 1, [1])]))
+    solved = HEADS * CHUNK * (KEY + VALUE) // 2
+    assert counter.get_total_flops() == 2 * tokens * (products_per_token(net) - solved)

@@ -13,11 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
+from ctrl_megatron.models.delta_rule import products_per_token
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes, param_rules
+from ctrl_megatron.models.safetensors_dir import stacked_experts
 from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import ShardParam, check_split, shard_params
 from ctrl_megatron.parallel.layout import Layout
@@ -45,7 +50,19 @@ LATENT = {
     "n_group": 3,
     "topk_group": 2,
 }
+DELTA = {
+    **{"num_attention_heads": 8, "head_dim": 24, "full_attention_interval": 2},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6},
+    "linear_value_head_dim": 10,
+}
+DELTA_EXPERTS = {
+    **{**DELTA, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "shared_expert_intermediate_size": 20,
+}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, DELTA),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, DELTA_EXPERTS),
+    "qwen3_next": (transformers.Qwen3NextConfig, DELTA_EXPERTS),
     "llama": (transformers.LlamaConfig, {}),
     "llama_tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "qwen2": (transformers.Qwen2Config, {}),
@@ -100,14 +117,23 @@ def test_names_and_shapes_are_those_of_transformers_files(name: str, tmp_path: P
     config, shape = family(name)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    assert hf_shapes(shape) == {n: tuple(tensor.shape) for n, tensor in saved.items()}
+    sizes = {n: tuple(tensor.shape) for n, tensor in saved.items()}
+    # Those who published Qwen3.5 have the experts of a layer in one tensor.
+    assert hf_shapes(shape) == (stacked_experts(sizes) if name == "qwen3_5_moe_text" else sizes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_flops_are_those_that_transformers_computes(name: str) -> None:
+def test_flops_are_those_that_transformers_computes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a mask that skips them, transformers multiplies every pair of a square. The counter
-    does not see into fused products, so attention and experts are computed by plain ones."""
+    does not see into fused products, so attention and experts are computed by plain ones. Gated
+    delta nets, which it fills up to whole chunks, are counted in ``test_delta_rule``."""
     config, shape = family(name)
+    for module in (modeling_qwen3_next, modeling_qwen3_5, modeling_qwen3_5_moe):
+        monkeypatch.setattr(module, "causal_conv1d_fn", lambda u, *_, **__: u)
+        rule = lambda query, key, value, **_: (value, key)  # noqa: E731
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule)
     plain = {f"{part}_implementation": "eager" for part in ("attn", "experts")}
     model = transformers.AutoModelForCausalLM.from_config(config, **plain)
     tokens = 7
@@ -119,6 +145,8 @@ def test_flops_are_those_that_transformers_computes(name: str) -> None:
     # Angles are not work on weights or pairs; transformers 5.17 multiplies matrices for them.
     modules = counter.get_flop_counts().items()
     angles = sum(sum(of.values()) for name, of in modules if name.endswith("rotary_emb"))
+    if shape.delta_net is not None:
+        ours -= 2 * tokens * len(shape.delta_layers) * products_per_token(shape.delta_net)
     assert counter.get_total_flops() - angles == ours
 
 
@@ -143,7 +171,8 @@ def test_pieces_cover_both_sides(name: str, layout: Layout) -> None:
             assert torch.all(own == 1), param.name
     copied = shape.tied_embeddings and layout.pipeline * layout.virtual_pipeline > 1
     for hf, count in covered.items():
-        whole = ("norm.weight", ".gate.weight", "_bias", "_a_proj.weight", "with_mqa.weight")
+        whole = ("norm.weight", "gate.weight", "correction_bias", "_a_proj.weight")
+        whole += ("with_mqa.weight",)
         if hf.endswith(whole):
             assert torch.all(count == layout.tensor), hf
         else:
@@ -169,6 +198,24 @@ def whole_parameter(
         by_group = [x.reshape(groups, -1, head, *x.shape[1:]) for x in parts]
         fused = torch.cat(by_group, dim=1)
         return fused.chunk(tensor)[tp].flatten(0, 2)
+    if (net := shape.delta_net) is not None and layer in shape.delta_layers:
+        own, linear = param.name.split("self_attention.")[-1], at + "linear_attn."
+        widths = [net.key_width, net.key_width, net.value_width]
+        cut = lambda x: x.chunk(tensor)[tp]  # noqa: E731
+        if own == "in_proj.weight" and net.by_head:
+            return torch.cat([cut(hf[f"{linear}in_proj_{x}.weight"]) for x in ("qkvz", "ba")])
+        if own in ("in_proj.weight", "conv1d.weight"):
+            first = "in_proj_qkv" if own == "in_proj.weight" else "conv1d"
+            parts = list(hf[f"{linear}{first}.weight"].split(widths))
+            if first == "in_proj_qkv":
+                parts += [hf[f"{linear}in_proj_{x}.weight"] for x in "zba"]
+            return torch.cat([cut(part) for part in parts])
+        if own in ("dt_bias", "A_log"):
+            return cut(hf[linear + own])
+        if own == "norm.weight":
+            return hf[linear + own]
+        if own == "out_proj.weight":
+            return hf[linear + own].chunk(tensor, dim=1)[tp]
     mlp = at + "mlp"
     gate, up, down = "gate_proj", "up_proj", "down_proj"
     if shape.family == "mixtral":
@@ -177,9 +224,17 @@ def whole_parameter(
         leaf = "e_score_correction_bias" if "bias" in param.name else "weight"
         return hf[f"{mlp}.gate.{leaf}"]
     if "shared_experts" in param.name:
-        mlp += ".shared_experts"
+        mlp += ".shared_experts" if shape.delta_net is None else ".shared_expert"
+        if "gate_weight" in param.name:
+            return hf[f"{mlp}_gate.weight"]
     if "local_experts" in param.name:
         mlp += ".experts." + param.name.split("local_experts.")[1].split(".")[0]
+    if f"{at}mlp.experts.down_proj" in hf and "local_experts" in param.name:
+        number = int(mlp.rpartition(".")[2])
+        if "linear_fc1" in param.name:
+            both = hf[f"{at}mlp.experts.gate_up_proj"][number].chunk(2)
+            return torch.cat([half.chunk(tensor)[tp] for half in both])[None]
+        return hf[f"{at}mlp.experts.down_proj"][number].chunk(tensor, dim=1)[tp][None]
     if "linear_fc1" in param.name:
         halves = [hf[f"{mlp}.{p}.weight"].chunk(tensor)[tp] for p in (gate, up)]
         return torch.cat(halves)
@@ -247,9 +302,11 @@ def test_a_cut_names_the_dimension_that_is_split(name: str, layout: Layout) -> N
     for tp, _, _, param in shards(shape, Layout(tensor=layout.tensor, pipeline=layout.pipeline)):
         whole = alone[param.name]
         want = list(whole)
+        # A part of a tensor of all experts begins with 1.
+        lead = int(shape.family == "qwen3_5_moe_text" and "local_experts" in param.name)
         for cut in param.cuts:
             assert cut.axis == ("etp" if ".experts." in param.name else "tp")
-            want[cut.dim] = -(-whole[cut.dim] // layout.tensor)
+            want[lead + cut.dim] = -(-whole[lead + cut.dim] // layout.tensor)
         assert param.shape == tuple(want), (tp, param.name)
 
 
