@@ -58,4 +58,4 @@ def test_a_row_has_the_figures_of_the_plan(
 def test_every_configuration_is_a_recipe() -> None:
     names = {file.name for file in (ROOT / "examples").glob("*.yaml")}
     assert {name for name in names if f"examples/{name})" not in PAGE} == set()
-    assert len(ROWS) == 8
+    assert len(ROWS) == 10

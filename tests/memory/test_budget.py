@@ -37,6 +37,8 @@ MODELS = {
     "ctrl_70b.yaml": "qwen2.5-72b.json",
     "qwen3_30b_a3b.yaml": "qwen3-30b-a3b.json",
     "qwen3_235b.yaml": "qwen3-235b-a22b.json",
+    "qwen3_5_35b_a3b.yaml": "qwen3.5-35b-a3b.json",
+    "glm_4_5_air.yaml": "glm-4.5-air.json",
     "diffucoder_7b.yaml": "dream-7b.json",
 }
 PHASES = (
@@ -87,7 +89,7 @@ def test_the_examples_fit_gpus_of_80_gb_with_a_reserve(file: str, purpose: Any) 
         )
         assert budget.engine.kv_cache_tokens >= rows * config.max_model_len
     # Nodes of eight such GPUs have 1 to 2 TiB.
-    assert sum(budget.host.values()) < 700 * GIB
+    assert sum(budget.host.values()) < 768 * GIB
 
 
 def test_kept_prefixes_are_a_cache_of_all_rows() -> None:
@@ -380,10 +382,11 @@ def test_micro_batches_under_way_are_those_of_megatrons_schedule(
 def test_shards_of_trainer_and_engine_add_up_to_the_model(file: str) -> None:
     shape = shape_of(file)
     whole = 2 * sum(map(math.prod, hf_shapes(shape).values()))
-    layout = Layout(tensor=4, pipeline=4)
+    ranks = min(4, shape.attention.groups)
+    layout = Layout(tensor=ranks, pipeline=4)
     held = [frozen_model_memory(shape, layout, pp=pp, dtype="bfloat16") for pp in range(4)]
     norms = whole // 500  # every tensor rank has them, and routers, whole
-    assert whole <= 4 * sum(state.parameters for state in held) <= whole + norms
+    assert whole <= ranks * sum(state.parameters for state in held) <= whole + norms
     for tensor in (1, 2, 4):
         each = engine_weight_bytes(shape, tensor=tensor, dtype="bfloat16")
         assert whole <= tensor * each <= whole + norms
