@@ -44,9 +44,21 @@ _LEFT_BY_TOOLS = frozenset(
         *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash"),
         # general keys that older transformers wrote into every file
         *("use_bfloat16", "torchscript", "tf_legacy_loss", "output_past"),
+        *("finetuning_task", "task_specific_params", "sep_token_id", "gradient_checkpointing"),
+        # how to generate, which transformers 4 kept here (the defaults of its GenerationConfig)
+        *("max_length", "min_length", "max_new_tokens", "min_new_tokens", "early_stopping"),
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+        *("eta_cutoff", "num_return_sequences", "num_beams", "num_beam_groups", "length_penalty"),
+        *("diversity_penalty", "repetition_penalty", "encoder_repetition_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+        *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("exponential_decay_length_penalty", "remove_invalid_values", "output_scores"),
+        *("return_dict_in_generate", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
     ]
 )
-"""Keys that record how a file was written or run. A warning names those that a file has."""
+"""Keys that record how a file was written, run or sampled from. A warning names those that a file
+has."""
 _DEFAULTS = {"rms_norm_eps": 1e-6}
 
 
@@ -104,7 +116,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     config = _in_usual_words(config, family, where)
     _refuse_unsupported(config, family, where)
     parse_weight_block_size(config, where)
-    if left := _LEFT_BY_TOOLS & config.keys():
+    if left := _left_by_tools(config, family):
         _warn_of_keys(
             where, ", ".join(sorted(left)), "which other tools wrote and no forward pass reads"
         )
@@ -162,8 +174,15 @@ def _warn_of_keys(where: str, keys: str, reason: str) -> None:
         _log.warning("%s: ignored %s, %s", where, keys, reason)
 
 
+def _left_by_tools(config: dict[str, Any], family: Family) -> set[str]:
+    """The keys that change nothing in a forward pass, among them unknown ones with an empty list or
+    mapping."""
+    unknown = config.keys() - _KNOWN - family.keys
+    return {key for key in unknown if key in _LEFT_BY_TOOLS or config[key] in ([], {})}
+
+
 def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> None:
-    known = _KNOWN | _LEFT_BY_TOOLS | family.keys
+    known = _KNOWN | family.keys | _left_by_tools(config, family)
     spelt = {usual: key for key, usual in family.key_names.items()}
     for key, value in config.items():
         if key not in known and value is not None and value is not False:

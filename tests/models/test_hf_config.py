@@ -565,6 +565,8 @@ def test_an_unknown_feature_that_is_off_is_no_error(off: object) -> None:
 LEFT = {
     **{"unsloth_version": "2025.1", "unsloth_fixed": True, "_attn_implementation_autoset": True},
     **{"use_bfloat16": True, "torchscript": False, "_commit_hash": "4e20de"},
+    **{"temperature": 0.7, "top_p": 0.8, "do_sample": True, "max_length": 4096, "num_beams": 1},
+    **{"repetition_penalty": 1.05, "pruned_heads": {}, "bad_words_ids": [], "new_things": []},
 }
 
 
@@ -585,6 +587,21 @@ def test_keys_of_other_tools_are_ignored_with_one_warning(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (1 if rank == 0 else 0)
     assert all(key in line for key in LEFT for line in lines)
+
+
+def test_every_key_of_generation_that_transformers_takes_out_of_a_file_is_ignored() -> None:
+    taken = transformers.GenerationConfig._get_default_generation_params()
+    found = parse_model_shape({**QWEN3, **dict.fromkeys(taken, 3)})
+    assert found == parse_model_shape(QWEN3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("pruned_heads", {"0": [1]}), ("new_things", [0]), ("new_thing", 0), ("new_thing", "")],
+)
+def test_an_unknown_key_that_says_something_is_refused(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"{key}=.* is not supported by the qwen3 family"):
+        parse_model_shape({**QWEN3, key: value})
 
 
 NEEDED = [
