@@ -129,9 +129,6 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         raise UserError(f"{where}: rope type {kind!r} is not supported by the {name} family")
     _check_architecture(config, family, where)
     head = value_head_has_bias(config, where)
-    further = config.get("num_nextn_predict_layers") or 0
-    if not isinstance(further, int) or further < 0:
-        raise UserError(f"{where}: num_nextn_predict_layers={further!r} must be a whole number")
     return ModelShape(
         family=name,
         hidden_size=positive_int(config, "hidden_size", where),
@@ -146,7 +143,6 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         head_bias=head is not False,
         diffusion=None if family.diffusion is None else family.diffusion(config, where),
         file_names=family.file_names,
-        layers_left_out=further,
     )
 
 
@@ -208,9 +204,9 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
                 f"{allowed[-1]!r}"
             )
     for kind in config.get("layer_types") or ():
-        if kind != "full_attention":
+        if kind not in family.layer_types:
             raise UserError(
-                f"{where}: layer_types has {kind!r}; only 'full_attention' is supported"
+                f"{where}: layer_types has {kind!r}; only {family.layer_types[-1]!r} is supported"
             )
 
 

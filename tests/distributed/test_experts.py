@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from te_stand_ins import SPECS
 from test_saved_state import assert_same_contents
 from tiny_models import (
@@ -22,6 +21,7 @@ from tiny_models import (
     reference_log_probs,
     reference_router_losses,
     save_tiny,
+    weights_of,
 )
 from world import run_world
 
@@ -56,10 +56,6 @@ LOADS = {"moe/max_load", *(f"moe/max_load/{layer}" for layer in range(4))}
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     return {name: save_tiny(name, root / name) for name in EXPERTS}
-
-
-def weights_of(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
 
 
 def biases_of(directory: Path) -> dict[str, torch.Tensor]:

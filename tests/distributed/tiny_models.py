@@ -87,7 +87,17 @@ EXPERTS = {
         transformers.DeepseekV3Config,
         {**_LATENT, "q_lora_rank": 24, "rope_parameters": _YARN},
     ),
+    # The longest row of ``random_batch`` has as many tokens as the indexer selects.
+    "deepseek_v32": (
+        transformers.DeepseekV32Config,
+        {
+            **{**_LATENT, "q_lora_rank": 24, "rope_parameters": _YARN},
+            **{"index_topk": 21, "index_n_heads": 3, "index_head_dim": 8},
+        },
+    ),
 }
+INDEXER = ".self_attn.indexer."
+"""In the names of tensors with which only transformers computes (``deepseek_v32``)."""
 
 
 def layers_for(layout: dict) -> int:
@@ -117,6 +127,12 @@ def save_tiny(
                 buffer.normal_(0, 0.3)
     model.to(dtype).save_pretrained(directory)
     return directory
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model with which the trainer computes."""
+    weights = load_file(directory / "model.safetensors")
+    return {name: tensor for name, tensor in weights.items() if INDEXER not in name}
 
 
 MASK = VOCAB - 1
@@ -279,9 +295,9 @@ def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
         chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1)
         (-(chosen * weights[mask]).sum() / batch["response_mask"].sum()).backward()
     with torch.no_grad():
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.copy_(parameter.grad)
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (INDEXER in name)
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(out)
     return out
 

@@ -22,7 +22,13 @@ from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapts_experts, lora_of_config, shape_with_adapters
 from ctrl_megatron.models.rope import engine_rope_mismatch
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention, is_reward_model
+from ctrl_megatron.models.shape import (
+    AnyShape,
+    ModelShape,
+    MultiLatentAttention,
+    context_of,
+    is_reward_model,
+)
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import world_of_role, worlds_of
 from ctrl_megatron.rollout.denoising import DenoisingOptions
@@ -274,10 +280,11 @@ def _check_context(config: Config, purpose: Purpose, key: str, path: str, shape:
         else:
             revision = rollout.revision_max_tokens
             asked += f" + actor_rollout_ref.rollout.revision_max_tokens={revision}"
-    if longest > shape.max_position_embeddings:
+    context, limit = context_of(shape)
+    if longest > context:
         raise UserError(
-            f"the model of {path} has a context of max_position_embeddings="
-            f"{shape.max_position_embeddings} tokens, and {asked} makes {longest}",
+            f"the model of {path} has a context of {limit}={context} tokens, and {asked} makes "
+            f"{longest}",
             remedy="lower these keys, or name a model with a longer context",
         )
 
@@ -361,9 +368,10 @@ def check_reward_model(config: Config) -> TextCodec | None:
     longest, given = max_conversation_tokens(config, shape), keys.max_length
     if given is not None and given > longest:
         budget = config.actor_rollout_ref.log_prob_token_budget - 1
+        context, limit = context_of(shape)
         raise UserError(
-            f"{given} tokens are more than the model's context of max_position_embeddings="
-            f"{shape.max_position_embeddings} or the {budget} of a pass",
+            f"{given} tokens are more than the model's context of {limit}={context} or the "
+            f"{budget} of a pass",
             key="reward_model.max_length",
             remedy="lower it, or raise actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
         )
