@@ -15,8 +15,7 @@ from ctrl_megatron.checkpoint.files import atomic_directory
 from ctrl_megatron.checkpoint.manifest import TRAINER, CheckpointOrigin, write_manifest
 from ctrl_megatron.checkpoint.peft import base_identity, write_peft
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.families import FAMILIES
+from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import initial_value
 from ctrl_megatron.models.parallel_model import ParallelModel
@@ -37,7 +36,7 @@ _OF_THE_SOURCE = ("README.md", "trainer_state.json", "adapter_config.json", "qua
 """Files that describe other weights: how they were made, or where loaders find them instead."""
 LEFT_OUT_FILE = "left_out.safetensors"
 """In the side files of a checkpoint: the tensors that are not computed with
-(``ModelShape.left_out``), as they were in the model's directory."""
+(``Family.left_out``), as they were in the model's directory."""
 _FOLDERS = ("additional_chat_templates",)
 
 
@@ -220,22 +219,15 @@ def copy_side_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     if (source / LEFT_OUT_FILE).is_file():
         shutil.copyfile(source / LEFT_OUT_FILE, target / LEFT_OUT_FILE)
-    elif (source / "config.json").is_file() and (begins := _left_out(source)):
-        tensors = SafetensorsDirectory(source).stored(begins)
-        if tensors:
-            save_file(tensors, target / LEFT_OUT_FILE, metadata={"format": "pt"})
+    elif any(path.suffix == ".safetensors" for path in source.iterdir()) and (
+        tensors := SafetensorsDirectory(source).kept()
+    ):
+        save_file(tensors, target / LEFT_OUT_FILE, metadata={"format": "pt"})
     for path in sorted(source.iterdir()):
         if path.is_dir() and path.name in _FOLDERS:
             copy_side_files(path, target / path.name)
         elif path.is_file() and not _is_others(path.name):
             shutil.copyfile(path, target / path.name)
-
-
-def _left_out(source: Path) -> tuple[str, ...]:
-    """How the names of tensors begin that the family of a directory with weights leaves out."""
-    family = FAMILIES.get(str(read_json(source / "config.json").get("model_type")))
-    has_weights = any(path.suffix == ".safetensors" for path in source.iterdir())
-    return () if family is None or not has_weights else family.left_out
 
 
 def _is_others(name: str) -> bool:

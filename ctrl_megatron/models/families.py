@@ -6,6 +6,7 @@ The records of the shape decide everything else: ``models.rules`` has their para
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,12 +74,15 @@ class Family:
     inner: str = ""
     """The key under which the file of a model that reads more than text has the language model's
     keys; empty where they are the file's own."""
-    left_out: tuple[str, ...] = ()
-    """As ``ModelShape.left_out``."""
     stacked_experts: bool = False
     """As ``ExpertNames.stacked``."""
     layers_of: str = ""
     """The family of transformers with the same layers, where transformers lacks this one."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """The supported kinds under ``layer_types``."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of how the names of tensors begin with which no model here computes, such as those
+    of pictures. Exports have them as they were."""
 
 
 def _grouped_query(
@@ -240,6 +244,11 @@ def _latent(config: HfConfig, where: str) -> MultiLatentAttention:
     )
 
 
+def _sparse_latent(config: HfConfig, where: str) -> MultiLatentAttention:
+    whole(config, "q_lora_rank", where)  # the indexer reads the queries' short vectors
+    return replace(_latent(config, where), index_topk=whole(config, "index_topk", where))
+
+
 def _deepseek(config: HfConfig, where: str, *, experts: Experts) -> tuple[FeedForward, ...]:
     """``experts`` in all layers but the first ones."""
     layers, dense = whole(config, "num_hidden_layers", where), config["first_k_dense_replace"]
@@ -292,6 +301,17 @@ def _deepseek_v3(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
     return _deepseek(config, where, experts=replace(experts, choice=choice))
 
 
+def _deepseek_v32(config: HfConfig, where: str) -> tuple[FeedForward, ...]:
+    layers, key = _deepseek_v3(config, where), "mlp_layer_types"
+    kinds = ["dense" if isinstance(kind, Dense) else "sparse" for kind in layers]
+    if config.get(key) not in (None, kinds):
+        raise UserError(
+            f"{where}: {key}={config[key]!r} is not supported, only first_k_dense_replace="
+            f"{config['first_k_dense_replace']} times 'dense' before 'sparse'"
+        )
+    return layers
+
+
 _DEEPSEEK_KEYS = frozenset(
     [
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -312,6 +332,25 @@ _DEEPSEEK_ONLY: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (None, 1),
     "rope_interleave": (None, True),
 }
+_DEEPSEEK_V3 = Family(
+    attention=_latent,
+    feed_forward=_deepseek_v3,
+    defaults={
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    keys=_DEEPSEEK_KEYS | {"num_nextn_predict_layers"},
+    only={
+        **_DEEPSEEK_ONLY,
+        "scoring_func": (None, "sigmoid"),
+        "topk_method": (None, "noaux_tc"),
+        "norm_topk_prob": (None, True),
+    },
+    scalings=(NoneType, YarnScaling),
+)
 
 
 def _masked_diffusion(config: HfConfig, where: str, *, shifted: bool) -> MaskedDiffusion:
@@ -401,7 +440,8 @@ _QWEN3_NEXT = Family(
         ]
     ),
     scalings=(NoneType,),
-    left_out=("mtp.",),
+    layer_types=("linear_attention", "full_attention"),
+    left_out=(r"mtp\.",),
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_NEXT,
@@ -424,7 +464,7 @@ _READS_PICTURES: Mapping[str, Any] = {
     "inner": "text_config",
     "architectures": ("ForConditionalGeneration", "ForCausalLM", *CLASSIFIERS),
     "file_names": (("model.", "model.language_model."),),
-    "left_out": ("mtp.", "model.visual."),
+    "left_out": (r"mtp\.", r"model\.visual\."),
 }
 
 FAMILIES: Mapping[str, Family] = {
@@ -493,24 +533,22 @@ FAMILIES: Mapping[str, Family] = {
         },
         scalings=(NoneType, YarnScaling),
     ),
-    "deepseek_v3": Family(
-        attention=_latent,
-        feed_forward=_deepseek_v3,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": replace(
+        _DEEPSEEK_V3,
+        attention=_sparse_latent,
+        feed_forward=_deepseek_v32,
         defaults={
-            "max_position_embeddings": 4096,
-            "first_k_dense_replace": 3,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
+            **_DEEPSEEK_V3.defaults,
+            "max_position_embeddings": 163840,
+            "n_shared_experts": 1,
+            "index_topk": 2048,
         },
-        keys=_DEEPSEEK_KEYS | {"num_nextn_predict_layers"},
-        only={
-            **_DEEPSEEK_ONLY,
-            "scoring_func": (None, "sigmoid"),
-            "topk_method": (None, "noaux_tc"),
-            "norm_topk_prob": (None, True),
-        },
-        scalings=(NoneType, YarnScaling),
+        keys=_DEEPSEEK_V3.keys
+        | {"index_topk", "index_n_heads", "index_head_dim", "mlp_layer_types"},
+        # transformers 5.17 writes the first.
+        layer_types=("deepseek_sparse_attention", "indexed_attention"),
+        left_out=(r"model\.layers\.\d+\.self_attn\.indexer\.",),
     ),
     "glm4_moe": Family(
         attention=_glm4_attention,
@@ -588,6 +626,30 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """``model_type`` -> family."""
+
+
+def left_out_names(config: HfConfig, where: str) -> re.Pattern[str]:
+    """How the names of tensors begin that a directory with this ``config.json`` may have and that
+    no model here has: those of layers that predict further tokens (multi-token prediction), and
+    those that the family leaves out."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    patterns = (*_further_layers(config, where), *(family.left_out if family else ()))
+    return re.compile("|".join(patterns) or "(?!)")
+
+
+def kept_names(config: HfConfig, where: str) -> re.Pattern[str]:
+    """How the names of those begin that exports have all the same: that the family leaves out."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    further = "|".join(_further_layers(config, where)) or "(?!)"
+    return re.compile(f"(?!{further})(?:{'|'.join(family.left_out if family else ()) or '(?!)'})")
+
+
+def _further_layers(config: HfConfig, where: str) -> list[str]:
+    further = config.get(key := "num_nextn_predict_layers") or 0
+    if not isinstance(further, int) or further < 0:
+        raise UserError(f"{where}: {key}={further!r} must be a whole number")
+    first = whole(config, "num_hidden_layers", where) if further else 0
+    return [rf"model\.layers\.{first + i}\." for i in range(further)]
 
 
 def engine_mismatch_reason(shape: ModelShape, engine: EngineName) -> str | None:

@@ -44,9 +44,21 @@ _LEFT_BY_TOOLS = frozenset(
         *("_attn_implementation", "_attn_implementation_autoset", "_commit_hash"),
         # general keys that older transformers wrote into every file
         *("use_bfloat16", "torchscript", "tf_legacy_loss", "output_past"),
+        *("finetuning_task", "task_specific_params", "sep_token_id", "gradient_checkpointing"),
+        # how to generate, which transformers 4 kept here (the defaults of its GenerationConfig)
+        *("max_length", "min_length", "max_new_tokens", "min_new_tokens", "early_stopping"),
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"),
+        *("eta_cutoff", "num_return_sequences", "num_beams", "num_beam_groups", "length_penalty"),
+        *("diversity_penalty", "repetition_penalty", "encoder_repetition_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+        *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("exponential_decay_length_penalty", "remove_invalid_values", "output_scores"),
+        *("return_dict_in_generate", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
     ]
 )
-"""Keys that record how a file was written or run. A warning names those that a file has."""
+"""Keys that record how a file was written, run or sampled from. A warning names those that a file
+has."""
 _DEFAULTS = {"rms_norm_eps": 1e-6}
 
 
@@ -106,7 +118,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     config = _in_usual_words(config, family, where)
     _refuse_unsupported(config, family, where)
     parse_weight_block_size(config, where)
-    if left := _LEFT_BY_TOOLS & config.keys():
+    if left := _left_by_tools(config, family):
         _warn_of_keys(
             where, ", ".join(sorted(left)), "which other tools wrote and no forward pass reads"
         )
@@ -122,9 +134,6 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
     delta_net, delta_layers = None, ()
     if family.delta_net is not None:
         delta_net, delta_layers = family.delta_net(config, where)
-    further = config.get("num_nextn_predict_layers") or 0
-    if not isinstance(further, int) or further < 0:
-        raise UserError(f"{where}: num_nextn_predict_layers={further!r} must be a whole number")
     return ModelShape(
         family=name,
         hidden_size=positive_int(config, "hidden_size", where),
@@ -139,11 +148,9 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         head_bias=head is not False,
         diffusion=None if family.diffusion is None else family.diffusion(config, where),
         file_names=family.file_names,
-        layers_left_out=further,
         delta_net=delta_net,
         delta_layers=delta_layers,
         zero_centred_norms=family.zero_centred_norms,
-        left_out=family.left_out,
     )
 
 
@@ -200,8 +207,15 @@ def _warn_of_keys(where: str, keys: str, reason: str) -> None:
         _log.warning("%s: ignored %s, %s", where, keys, reason)
 
 
+def _left_by_tools(config: dict[str, Any], family: Family) -> set[str]:
+    """The keys that change nothing in a forward pass, among them unknown ones with an empty list or
+    mapping."""
+    unknown = config.keys() - _KNOWN - family.keys
+    return {key for key in unknown if key in _LEFT_BY_TOOLS or config[key] in ([], {})}
+
+
 def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> None:
-    known = _KNOWN | _LEFT_BY_TOOLS | family.keys
+    known = _KNOWN | family.keys | _left_by_tools(config, family)
     spelt = {usual: key for key, usual in family.key_names.items()}
     for key, value in config.items():
         if key not in known and value is not None and value is not False:
@@ -226,12 +240,10 @@ def _refuse_unsupported(config: dict[str, Any], family: Family, where: str) -> N
                 f"{where}: {spelt.get(key, key)}={config.get(key)!r} is not supported, only "
                 f"{allowed[-1]!r}"
             )
-    kinds = ("full_attention", *(("linear_attention",) if family.delta_net else ()))
     for kind in config.get("layer_types") or ():
-        if kind not in kinds:
+        if kind not in family.layer_types:
             raise UserError(
-                f"{where}: layer_types has {kind!r}; only {' and '.join(map(repr, kinds))} is "
-                "supported"
+                f"{where}: layer_types has {kind!r}; only {family.layer_types[-1]!r} is supported"
             )
 
 

@@ -39,7 +39,7 @@ from ctrl_megatron.models.micro_batch import (
 )
 from ctrl_megatron.models.offload import OffloadedTensors, storages_of
 from ctrl_megatron.models.router import Routers, replay_rates
-from ctrl_megatron.models.shape import AnyShape, TransformersShape
+from ctrl_megatron.models.shape import AnyShape, TransformersShape, context_of
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.models.strategy import ModelOptions, Optimizer, Strategy
 from ctrl_megatron.parallel.groups import ProcessGroups
@@ -367,12 +367,11 @@ class ParallelModel:
     ) -> list[MicroBatch]:
         """The micro-batches of a pass. Collective. ValueError for a row beyond the model's context,
         where ropes of transformers depend on the other rows."""
-        context = self.shape.max_position_embeddings
+        context, limit = context_of(self.shape)
         for row, length in enumerate(rows["attention_mask"].sum(1).tolist()):
             if length > context:
                 raise ValueError(
-                    f"row {row} has {length} tokens, and the model a context of "
-                    f"max_position_embeddings={context}"
+                    f"row {row} has {length} tokens, and the model a context of {limit}={context}"
                 )
         layout, diffusion = self.groups.layout, self.shape.diffusion
         if diffusion is None:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ctrl_megatron.errors import UserError, convert_input_errors, read_json
+from ctrl_megatron.models.families import kept_names, left_out_names
 from ctrl_megatron.models.fp8 import SCALES, dequantise, parse_weight_block_size
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import AnyShape
@@ -35,12 +36,13 @@ class SafetensorsDirectory:
         self._open: dict[str, Any] = {}
         self._file_of = self._index()
         self._stacks: dict[str, list[list[str]]] = {}
-        config = self.directory / "config.json"
+        path = self.directory / "config.json"
         # A folder of weights alone has none.
-        self.block = (
-            parse_weight_block_size(read_json(config), str(config)) if config.is_file() else None
-        )
+        config = read_json(path) if path.is_file() else {}
+        self.block = parse_weight_block_size(config, str(path))
         """Rows and columns with one scale; None if the weights are not quantised."""
+        self._left_out = left_out_names(config, str(path))
+        self._kept = kept_names(config, str(path))
 
     def _index(self) -> dict[str, str]:
         index = self.directory / "model.safetensors.index.json"
@@ -97,14 +99,15 @@ class SafetensorsDirectory:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
 
-    def stored(self, begins: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """The tensors whose names begin so, in the type of the files."""
-        names = [name for name in self._file_of if name.startswith(begins)]
-        return {name: self._handle(name).get_tensor(name) for name in names}
+    def kept(self) -> dict[str, torch.Tensor]:
+        """The tensors of ``kept_names``, in the type of the files or, of 8 bits, in bfloat16."""
+        names = [n for n in self._file_of if self._kept.match(n) and not n.endswith(SCALES)]
+        quantised = {n for n in names if n + SCALES in self._file_of}
+        return {n: self.read(n).bfloat16() if n in quantised else self.read(n) for n in names}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor; reads only the files' headers."""
-        return {name: self._shape(name) for name in self._file_of}
+        """Name -> shape of every tensor that models have; reads only the files' headers."""
+        return {n: self._shape(n) for n in self._file_of if not self._left_out.match(n)}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name in self._stacks:
@@ -130,7 +133,10 @@ class SafetensorsDirectory:
         # Old exports carry the rotary buffer, and tied ones may repeat the embedding.
         harmless = {"lm_head.weight"} if shape.tied_embeddings else set()
         harmless |= {name + SCALES for name in wanted if self.block is not None}
-        further = self._further_layers(shape) + shape.left_out
+        left_out = [name for name in self._file_of if self._left_out.match(name)]
+        if left_out:
+            _warn_of_left_out(str(self.directory), len(left_out), min(left_out))
+        harmless |= set(left_out)
         unexpected = [
             name
             for name in self._file_of
@@ -138,7 +144,6 @@ class SafetensorsDirectory:
             and name not in harmless
             and name.removesuffix(SCALES) not in within
             and not name.endswith(".inv_freq")
-            and not name.startswith(further)
         ]
         if missing or unexpected:
             raise UserError(
@@ -175,14 +180,6 @@ class SafetensorsDirectory:
             if all(own in self._file_of for own in itertools.chain(*parts)):
                 found[name] = parts
         return found
-
-    def _further_layers(self, shape: AnyShape) -> tuple[str, ...]:
-        """How the names of layers that are left out begin; logs one warning if there are any."""
-        layers = range(shape.num_layers, shape.num_layers + shape.layers_left_out)
-        begins = tuple(f"model.layers.{layer}." for layer in layers)
-        if begins and any(name.startswith(begins) for name in self._file_of):
-            _warn_of_layers(str(self.directory), len(begins))
-        return begins
 
     def _require_scales(self, name: str) -> None:
         """UserError for a weight in 8 bits that cannot be converted."""
@@ -270,15 +267,15 @@ def stacked_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[in
 
 
 @cache
-def _warn_of_layers(directory: str, count: int) -> None:
+def _warn_of_left_out(directory: str, count: int, first: str) -> None:
     """Log the warning once in a process, and in no other rank than the first."""
     # An engine's process imports this file, and its environment may lack what config imports.
     from ctrl_megatron.config.environment import read_launch
 
     if read_launch().rank == 0:
         _log.warning(
-            "%s: left out the last %d layer(s), which predict further tokens and are not trained; "
-            "exports lack them",
+            "%s: left out %d tensor(s), %s the first of them, which take no part in training",
             directory,
             count,
+            first,
         )

@@ -74,6 +74,9 @@ class MultiLatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    index_topk: int | None = None
+    """The keys that an indexer selects for each token (DeepSeek-V3.2); None for all. Only rows that
+    are not longer, in which it selects all keys, are computed."""
 
     @property
     def groups(self) -> int:
@@ -298,12 +301,6 @@ class ModelShape:
     file_names: tuple[tuple[str, str], ...] = ()
     """(beginning of a module's name in Llama's files, its name in this family's), where they
     differ; ``{i}`` is the layer."""
-    layers_left_out: int = field(default=0, compare=False)
-    """Layers that follow the last one in the files and predict further tokens (multi-token
-    prediction). They are not read."""
-    left_out: tuple[str, ...] = field(default=(), compare=False)
-    """How the names of other tensors begin that a directory may have and that are not computed
-    with, such as those of pictures. Exports have them as they were."""
 
     @property
     def without_adapters(self) -> ModelShape:
@@ -398,8 +395,6 @@ class TransformersShape:
     """As in ``ModelShape``."""
     file_names: tuple[tuple[str, str], ...] = ()
     """As in ``ModelShape``."""
-    left_out: tuple[str, ...] = field(default=(), compare=False)
-    """As in ``ModelShape``."""
     value_head: bool = False
     """As in ``ModelShape``."""
     head_bias: bool = True
@@ -408,7 +403,6 @@ class TransformersShape:
     """As in ``ModelShape``."""
     strategy: ClassVar[StrategyName] = "fsdp"
     diffusion: ClassVar[None] = None
-    layers_left_out: ClassVar[int] = 0
     expert_choices: ClassVar[tuple[int, int]] = (0, 0)
 
     @property
@@ -430,6 +424,15 @@ class TransformersShape:
 AnyShape = ModelShape | TransformersShape
 """A model of either strategy."""
 SomeShape = TypeVar("SomeShape", bound=AnyShape)
+
+
+def context_of(shape: AnyShape) -> tuple[int, str]:
+    """(tokens of the longest row that a strategy computes, the key of ``config.json`` that ends
+    it)."""
+    limits = [(shape.max_position_embeddings, "max_position_embeddings")]
+    if isinstance(shape.attention, MultiLatentAttention) and shape.attention.index_topk:
+        limits.append((shape.attention.index_topk, "index_topk"))
+    return min(limits)
 
 
 def value_model_shape(shape: SomeShape, *, head_bias: bool = True) -> SomeShape:

@@ -147,7 +147,6 @@ def _shape(text: str, where: str) -> TransformersShape:
         delta_net=delta_net,
         delta_layers=delta_layers,
         file_names=() if known is None else known.file_names,
-        left_out=() if known is None else known.left_out,
     )
     bias = value_head_has_bias(keys, where)
     return shape if bias is None else value_model_shape(shape, head_bias=bias)

@@ -64,9 +64,7 @@ def checkpoint_specs(model_path: str | Path, dtype: str) -> tuple[TensorSpec, ..
     return tuple(
         TensorSpec(name=name, dtype=dtype, shape=shape)
         for name, shape in shapes.items()
-        if not name.endswith(".inv_freq")
-        and not (tied and name == "lm_head.weight")
-        and not (family is not None and name.startswith(family.left_out))
+        if not name.endswith(".inv_freq") and not (tied and name == "lm_head.weight")
     )
 
 

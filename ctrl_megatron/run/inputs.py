@@ -19,6 +19,7 @@ from ctrl_megatron.data.rows import CRITIQUE, Row, read_rows, rows_by_id
 from ctrl_megatron.data.tokens import TextCodec
 from ctrl_megatron.errors import UserError, convert_input_errors
 from ctrl_megatron.models.hf_config import read_shape
+from ctrl_megatron.models.shape import context_of
 from ctrl_megatron.prompts import revision_messages
 from ctrl_megatron.record.recorder import config_changes, read_stage_table
 from ctrl_megatron.rewards.build import make_row_check
@@ -166,7 +167,7 @@ def actor_engine_max_length(
         given=family.rollout.max_model_len,
         least=config.max_model_len,
         critique=critique + critique // _REENCODED_SHARE,
-        context=lambda: read_shape(path, family.actor.strategy).max_position_embeddings,
+        context=lambda: context_of(read_shape(path, family.actor.strategy))[0],
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.models.shape import AnyShape
+from ctrl_megatron.models.shape import AnyShape, context_of
 from ctrl_megatron.models.value import RewardModel
 from ctrl_megatron.steps.batch import pad_rows, tensor_fields
 
@@ -71,4 +71,4 @@ def max_conversation_tokens(config: Config, shape: AnyShape) -> int:
     """Tokens of the longest conversation that the reward model of ``shape`` reads: it
     fits in the model's context and, with the token that follows it, in a pass."""
     budget = config.actor_rollout_ref.log_prob_token_budget - 1
-    return min(config.reward_model.max_length or budget, budget, shape.max_position_embeddings)
+    return min(config.reward_model.max_length or budget, budget, context_of(shape)[0])

@@ -27,6 +27,7 @@ from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.models.loss_scale import GlobalCounts
 from ctrl_megatron.models.micro_batch import split_attended_values
 from ctrl_megatron.models.policy import BasePolicy, Policy
+from ctrl_megatron.models.shape import context_of
 from ctrl_megatron.models.teaching import StudentHead
 from ctrl_megatron.prompts import hint_messages, reference_hint
 from ctrl_megatron.prompts.confidence import judgment_confidence
@@ -218,7 +219,7 @@ def _longest_row(worker: DAGWorker) -> int:
     shapes = [model.shape for model in (worker.actor,) if model is not None]
     if isinstance(worker.reference, Policy):
         shapes.append(worker.reference.shape)
-    return min(family.log_prob_token_budget, *(s.max_position_embeddings for s in shapes))
+    return min(family.log_prob_token_budget, *(context_of(s)[0] for s in shapes))
 
 
 def _rows_with_spread(batch: TensorDict, keys: Distillation) -> torch.Tensor:

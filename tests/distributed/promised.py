@@ -142,11 +142,15 @@ def step_with_all_rows_on_one_rank(
 
 
 def longest_rows(
-    rank: int, layout: dict[str, Any], directory: str, batch: dict[str, torch.Tensor]
+    rank: int,
+    layout: dict[str, Any],
+    directory: str,
+    batch: dict[str, torch.Tensor],
+    strategies: tuple[str, ...] = ("megatron", "fsdp"),
 ) -> dict[str, str]:
     """By strategy why the log-probs of a batch are refused; empty if they are not."""
     groups, found = start(layout), {}
-    for strategy in ("megatron", "fsdp"):
+    for strategy in strategies:
         policy, found[strategy] = make_policy(groups, directory, strategy=strategy), ""
         try:
             policy.log_probs(batch)

@@ -288,7 +288,10 @@ ALL_OF_THEM = "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe"
         (ALL_OF_THEM, {"shared_outer": True}),
         (ALL_OF_THEM, {"shared_outer": True, "overrides": {"moe_grouped_gemm": False}}),
         (("qwen3_moe",), {"targets": ("k_proj", "up_proj")}),
-        (("deepseek_v3",), {"targets": ("q_b_proj", "kv_b_proj", "gate_proj", "down_proj")}),
+        (
+            ("deepseek_v3", "deepseek_v32"),
+            {"targets": ("q_b_proj", "kv_b_proj", "gate_proj", "down_proj")},
+        ),
     ],
     ids=["all", "recompute", "one by one", "shared", "shared, one by one", "some", "others"],
 )

@@ -20,7 +20,7 @@ from tiny_models import (
     reference_gradients,
     reference_log_probs,
     save_tiny,
-    weights_by_expert,
+    weights_of,
     widest_gap,
 )
 from world import run_world
@@ -76,7 +76,7 @@ def a_model(family: str, directory: Path) -> Path:
 
 
 def assert_same(left: Path, right: Path, most: float) -> None:
-    there, here = weights_by_expert(left), weights_by_expert(right)
+    there, here = weights_of(left), weights_of(right)
     assert there.keys() == here.keys()
     for name, want in there.items():
         gap = float((want - here[name]).norm() / want.norm())
@@ -109,7 +109,7 @@ def reference(source: Path, batch: dict, folder: Path) -> Reference:
             for ids, seen, mask in zip(*rows, strict=True):
                 row = model(ids[seen.bool()][None]).logits[0]
                 logits.append(row[predicted(seen, mask) - 1].float())
-    return Reference(source, log_probs, entropies, logits, weights_by_expert(gradients))
+    return Reference(source, log_probs, entropies, logits, weights_of(gradients))
 
 
 def check(wanted: Reference, results: list[Any], out: Path, name: str) -> None:
@@ -125,7 +125,7 @@ def check(wanted: Reference, results: list[Any], out: Path, name: str) -> None:
         assert third == again and third["loss"] != result[name]["metrics"][0]["loss"]
     assert_same(wanted.source, out / "before" / name, 0.0)
     assert_same(out / "after" / name, out / "resumed" / name, 0.0)
-    gap, weight = widest_gap(weights_by_expert(out / "gradients" / name), wanted.gradients)
+    gap, weight = widest_gap(weights_of(out / "gradients" / name), wanted.gradients)
     assert gap <= 1e-5, (name, weight, gap)
 
 

@@ -22,7 +22,7 @@ from tiny_models import (
     reference_log_probs,
     reference_router_losses,
     save_tiny,
-    weights_by_expert,
+    weights_of,
 )
 from world import run_world
 
@@ -61,12 +61,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def biases_of(directory: Path) -> dict[str, torch.Tensor]:
     """The biases that DeepSeek-V3's routers add to their choice."""
-    weights = weights_by_expert(directory)
+    weights = weights_of(directory)
     return {name: w for name, w in weights.items() if name.endswith("e_score_correction_bias")}
 
 
 def assert_close(found: Path, expected: dict[str, torch.Tensor], rel: float) -> None:
-    weights = weights_by_expert(found)
+    weights = weights_of(found)
     assert expected.keys() == weights.keys()
     # Gradients that cancel are rounding: of keys' biases where nothing is rotated, all do.
     floor = 1e-7 * float(torch.stack([want.norm() for want in expected.values()]).norm())
@@ -103,7 +103,7 @@ def theirs(
     for family, path in models.items():
         gradients = reference_gradients(path, passes["gradients"]["batch"], out / family)
         log_probs = reference_log_probs(path, passes["parity"]["batch"], temperature=0.7)
-        found[family] = (*log_probs, weights_by_expert(gradients))
+        found[family] = (*log_probs, weights_of(gradients))
     return found
 
 
@@ -117,7 +117,7 @@ def check_passes(
         for results in found:
             assert torch.allclose(results["parity"][family][0], expected, atol=1e-5), family
             assert torch.allclose(results["parity"][family][1], entropy, atol=1e-5), family
-        before, after = weights_by_expert(path), weights_by_expert(out / "parity" / family)
+        before, after = weights_of(path), weights_of(out / "parity" / family)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
         for way in ("shared", "apart"):
@@ -164,7 +164,7 @@ def alone(
     out = tmp_path_factory.mktemp("alone")
     found = in_world({}, out, **passes, train=steps)
     check_passes(models, theirs, out, found)
-    return weights_by_expert(out / "train/many"), found[0]["train"]["many"]
+    return weights_of(out / "train/many"), found[0]["train"]["many"]
 
 
 @pytest.mark.parametrize(
@@ -294,4 +294,4 @@ def test_losses_of_the_routers_are_means_over_all_tokens(
     for found in in_world(layout, tmp_path, router_gradients=arguments):
         step = found["router_gradients"]
         assert {key: step[key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
-    assert_close(tmp_path / "router_gradients", weights_by_expert(theirs), 1e-5)
+    assert_close(tmp_path / "router_gradients", weights_of(theirs), 1e-5)

@@ -3,6 +3,7 @@ sequence parallelism, which layers with experts need, and steps and checkpoints 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ def test_tensor_ranks_compute_what_transformers_does(tmp_path: Path) -> None:
                 for name, want in gradients.items():
                     gap = (ours[name] - want).norm()
                     assert gap <= 1e-5 * want.norm(), (family, spec, way, name, float(gap))
+
+
+def test_rows_of_which_an_indexer_would_leave_keys_out_are_refused(tmp_path: Path) -> None:
+    source = save_tiny("deepseek_v32", tmp_path / "model", num_hidden_layers=2)
+    given = {"directory": str(source), "strategies": ("megatron",)}
+    for prompt, named in ((12, ""), (40, r"row \d has \d\d tokens, .* index_topk=21")):
+        batch = random_batch(seed=3, prompt=prompt)
+        (found,) = run_world("promised:longest_rows", 1, layout={}, batch=batch, **given)
+        assert re.fullmatch(named, found["megatron"]), found
 
 
 def test_steps_and_checkpoints_are_the_same_on_tensor_and_expert_ranks(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny_models import EXPERTS, predicted, random_batch, save_tiny
+from tiny_models import EXPERTS, predicted, random_batch, save_tiny, weights_of
 from world import run_world
 
 from ctrl_megatron.parallel.layout import Layout
@@ -59,7 +59,7 @@ def random_routes(directory: Path, seed: int) -> torch.Tensor:
 
 def weights_at(router: Any, config: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The weights of given experts by the rule of the family."""
-    if config.model_type in ("deepseek_v3", "glm4_moe"):
+    if config.model_type in ("deepseek_v3", "deepseek_v32", "glm4_moe"):
         chosen = logits.float().sigmoid().gather(1, ids)
         return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * config.routed_scaling_factor
     chosen = logits.float().softmax(-1).gather(1, ids)
@@ -106,8 +106,7 @@ def oracle(directory: Path, routes: torch.Tensor) -> tuple[torch.Tensor, dict[st
         for name, parameter in model.named_parameters():
             parameter.copy_(gradients.get(name, torch.zeros_like(parameter)))
     model.save_pretrained(directory.parent / f"{directory.name}_gradients")
-    saved = load_file(directory.parent / f"{directory.name}_gradients" / "model.safetensors")
-    return found, saved
+    return found, weights_of(directory.parent / f"{directory.name}_gradients")
 
 
 @pytest.fixture(scope="module")

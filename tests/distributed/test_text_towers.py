@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import random_batch, reference_log_probs, save_tiny, weights_by_expert
+from tiny_models import random_batch, reference_log_probs, save_tiny, weights_of
 from world import run_world
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
@@ -93,7 +93,7 @@ def test_they_are_trained_and_exports_keep_the_rest(tmp_path: Path, family: str)
         assert torch.allclose(result["whole"][0], expected, atol=1e-5)
         assert torch.equal(result["whole"][0], result["text"][0])
     assert_same(whole, tmp_path / "out/whole")
-    ours, theirs = weights_by_expert(tmp_path / "out/text"), weights_by_expert(text)
+    ours, theirs = weights_of(tmp_path / "out/text"), weights_of(text)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -108,7 +108,7 @@ def test_conversions_keep_every_byte(tmp_path: Path, family: str) -> None:
         hf_to_megatron(source, tmp_path / f"{source.name}_checkpoint")
         megatron_to_hf(tmp_path / f"{source.name}_checkpoint", tmp_path / f"{source.name}_back")
     assert_same(whole, tmp_path / "whole_back")
-    ours, theirs = weights_by_expert(tmp_path / "text_back"), weights_by_expert(text)
+    ours, theirs = weights_of(tmp_path / "text_back"), weights_of(text)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     again = json.loads((tmp_path / "whole_back/config.json").read_text())

@@ -104,7 +104,17 @@ EXPERTS = {
         transformers.DeepseekV3Config,
         {**_LATENT, "q_lora_rank": 24, "rope_parameters": _YARN},
     ),
+    # The longest row of ``random_batch`` has as many tokens as the indexer selects.
+    "deepseek_v32": (
+        transformers.DeepseekV32Config,
+        {
+            **{**_LATENT, "q_lora_rank": 24, "rope_parameters": _YARN},
+            **{"index_topk": 21, "index_n_heads": 3, "index_head_dim": 8},
+        },
+    ),
 }
+INDEXER = ".self_attn.indexer."
+"""In the names of tensors with which only transformers computes (``deepseek_v32``)."""
 
 
 def gradient_bound(family: str, layers: int) -> float:
@@ -151,8 +161,9 @@ def save_tiny(
     return directory
 
 
-def weights_by_expert(directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file; those of all experts of a layer as transformers writes them."""
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model with which the trainer computes; those of all experts of a layer as
+    transformers writes them."""
     tensors = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         module, _, leaf = name.rpartition(".")
@@ -160,7 +171,7 @@ def weights_by_expert(directory: Path) -> dict[str, torch.Tensor]:
             parts = PARTS_OF_STACKS[leaf]
             halves = own.chunk(len(parts))
             tensors |= {f"{module}.{expert}.{p}": h for p, h in zip(parts, halves, strict=True)}
-        if leaf not in PARTS_OF_STACKS:
+        if leaf not in PARTS_OF_STACKS and INDEXER not in name:
             tensors[name] = tensor
     return tensors
 
@@ -359,9 +370,9 @@ def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
             chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1)
             (-(chosen * weights[mask]).sum() / batch["response_mask"].sum()).backward()
     with torch.no_grad():
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.copy_(parameter.grad)
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is None) == (INDEXER in name)
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.float().save_pretrained(out)
     return out
 

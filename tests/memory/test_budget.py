@@ -387,13 +387,14 @@ def test_shards_of_trainer_and_engine_add_up_to_the_model(file: str) -> None:
     held = [frozen_model_memory(shape, layout, pp=pp, dtype="bfloat16") for pp in range(4)]
     norms = whole // 500  # every tensor rank has them, and routers, whole
     assert whole <= ranks * sum(state.parameters for state in held) <= whole + norms
-    for tensor in (1, 2, 4):
+    for tensor in (n for n in (1, 2, 4) if n <= ranks):
         each = engine_weight_bytes(shape, tensor=tensor, dtype="bfloat16")
         assert whole <= tensor * each <= whole + norms
     # All but embedding, head, norms and routers, in half of the bytes and with few scales.
     large = 2 * shape.vocab_size * shape.hidden_size
     halved = engine_weight_bytes(shape, tensor=1, dtype="bfloat16", quantised=True)
-    assert whole / 2 < halved <= (whole + 2 * large) / 2 + norms
+    if not any(kind.names.stacked for kind in shape.expert_kinds):
+        assert whole / 2 < halved <= (whole + 2 * large) / 2 + norms
     # More workers than heads of keys: some hold the same ones.
     shared = engine_weight_bytes(shape, tensor=16, dtype="bfloat16") * 16
     assert shared > whole

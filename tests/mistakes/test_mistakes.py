@@ -88,6 +88,7 @@ LATENT: dict[str, object] = {
     **{"moe_intermediate_size": 8, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
     "num_key_value_heads": None,
 }
+V32 = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048}
 
 
 def _model(**changes: object) -> Spoil:
@@ -372,6 +373,12 @@ CASES = [
         "max_position_embeddings=4800 tokens, and data.max_prompt_length=4000 + data."
         f"max_response_length=768 + {_A}rollout.revision_max_tokens=1024 makes 5792",
         _context(4800),
+    ),
+    rl(
+        "a context that an indexer ends",
+        f"{_A}model.path=other {_A}rollout.name=hf",
+        f"{_A}model.path: the model of other has a context of index_topk=2048 tokens, and data.",
+        lambda f: write_model(f / "other", **LATENT | {"model_type": "deepseek_v32", **V32}),
     ),
     rl(
         "a short context of the reference",

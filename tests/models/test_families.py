@@ -18,11 +18,12 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ctrl_megatron.models.delta_rule import products_per_token
+from ctrl_megatron.models.families import left_out_names
 from ctrl_megatron.models.flops import model_flops
 from ctrl_megatron.models.hf_config import parse_model_shape
 from ctrl_megatron.models.rope import Rope
 from ctrl_megatron.models.rules import hf_shapes, param_rules
-from ctrl_megatron.models.safetensors_dir import stacked_experts
+from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory, stacked_experts
 from ctrl_megatron.models.shape import Dense, GroupedQueryAttention, ModelShape
 from ctrl_megatron.models.shards import ShardParam, check_split, shard_params
 from ctrl_megatron.parallel.layout import Layout
@@ -82,6 +83,10 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 5, "head_dim": 10}),
     "deepseek_v2": (transformers.DeepseekV2Config, {**LATENT, "q_lora_rank": None}),
     "deepseek_v3": (transformers.DeepseekV3Config, {**LATENT, "q_lora_rank": 30}),
+    "deepseek_v32": (
+        transformers.DeepseekV32Config,
+        {**LATENT, "q_lora_rank": 30, "index_n_heads": 2, "index_head_dim": 8},
+    ),
     "glm4_moe": (
         transformers.Glm4MoeConfig,
         {
@@ -117,9 +122,13 @@ def test_names_and_shapes_are_those_of_transformers_files(name: str, tmp_path: P
     config, shape = family(name)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    sizes = {n: tuple(tensor.shape) for n, tensor in saved.items()}
+    left_out = left_out_names(config.to_dict(), "config.json")
+    kept = {n: tuple(tensor.shape) for n, tensor in saved.items() if not left_out.match(n)}
+    assert SafetensorsDirectory(tmp_path).shapes() == kept
     # Those who published Qwen3.5 have the experts of a layer in one tensor.
-    assert hf_shapes(shape) == (stacked_experts(sizes) if name == "qwen3_5_moe_text" else sizes)
+    assert hf_shapes(shape) == (stacked_experts(kept) if name == "qwen3_5_moe_text" else kept)
+    # An indexer has three weights, and a norm with a bias.
+    assert len(saved) - len(kept) == (5 * 8 if name == "deepseek_v32" else 0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -142,12 +151,13 @@ def test_flops_are_those_that_transformers_computes(
     ours = model_flops(
         shape, tokens=tokens, pairs=tokens**2, projected_tokens=tokens, backward=False
     )
-    # Angles are not work on weights or pairs; transformers 5.17 multiplies matrices for them.
-    modules = counter.get_flop_counts().items()
-    angles = sum(sum(of.values()) for name, of in modules if name.endswith("rotary_emb"))
+    # Angles are not work on weights or pairs; transformers 5.17 multiplies matrices for them. What
+    # an indexer selects of so few tokens changes nothing.
+    modules, others = counter.get_flop_counts().items(), ("rotary_emb", "self_attn.indexer")
+    apart = sum(sum(of.values()) for name, of in modules if name.endswith(others))
     if shape.delta_net is not None:
         ours -= 2 * tokens * len(shape.delta_layers) * products_per_token(shape.delta_net)
-    assert counter.get_total_flops() - angles == ours
+    assert counter.get_total_flops() - apart == ours
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -25,6 +25,8 @@ from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
     MaskedDiffusion,
     ModelShape,
+    MultiLatentAttention,
+    context_of,
 )
 from ctrl_megatron.types import StrategyName
 
@@ -251,6 +253,13 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
+# The layers of DeepSeek-V3.2 are those of DeepSeek-V3 but for the indexers.
+DEEPSEEK_V32 = {
+    **{key: value for key, value in DEEPSEEK_V3.items() if key != "auto_map"},
+    **{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+    **{"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+    "num_nextn_predict_layers": 1,
+}
 SHAPES = Path(__file__).parents[2] / "examples/shapes"
 GLM45_AIR = json.loads((SHAPES / "glm-4.5-air.json").read_text())
 EXPERTS = {
@@ -259,6 +268,7 @@ EXPERTS = {
     "mixtral": MIXTRAL,
     "deepseek_v2": DEEPSEEK_V2_LITE,
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
 }
 DREAM = {
     **{key: value for key, value in QWEN25.items() if key != "rope_scaling"},
@@ -388,6 +398,7 @@ def test_layers_with_experts_are_those_of_the_configuration() -> None:
         ("mixtral", 46_702_792_704),
         ("deepseek_v2", 15_706_484_224),
         ("deepseek_v3", 671_026_404_352 + 58 * 256),
+        ("deepseek_v32", 671_026_404_352 + 58 * 256),
         # What transformers' own model has, which leaves the predicted further tokens out as well.
         ("glm4_moe", 106_852_245_504 + 45 * 128),
     ],
@@ -399,6 +410,17 @@ def test_a_model_with_experts_has_as_many_parameters_as_published(
     assert sum(map(math.prod, hf_shapes(shape).values())) == published
     theirs = transformers.AutoConfig.for_model(**copy.deepcopy(EXPERTS[model]))
     assert shape == parse_model_shape(json.loads(theirs.to_json_string()))
+
+
+def test_rows_of_deepseek_v32_are_as_long_as_its_indexer_selects_all_keys() -> None:
+    full, sparse = parse_model_shape(DEEPSEEK_V3), parse_model_shape(DEEPSEEK_V32)
+    assert context_of(full) == (163840, "max_position_embeddings")
+    assert context_of(sparse) == (2048, "index_topk")
+    short = parse_model_shape({**DEEPSEEK_V32, "max_position_embeddings": 64})
+    assert context_of(short) == (64, "max_position_embeddings")
+    assert isinstance(sparse.attention, MultiLatentAttention)
+    attention = replace(sparse.attention, index_topk=None)
+    assert replace(sparse, family="deepseek_v3", attention=attention) == full
 
 
 FILLED_IN_FOR_EXPERTS = {
@@ -414,6 +436,10 @@ FILLED_IN_FOR_EXPERTS = {
         *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
         *("first_k_dense_replace", "max_position_embeddings", "num_key_value_heads", "rope_theta"),
     ),
+    "deepseek_v32": (
+        *("index_topk", "index_n_heads", "max_position_embeddings", "first_k_dense_replace"),
+        *("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts"),
+    ),
 }
 NEEDED_FOR_EXPERTS = {
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -421,6 +447,7 @@ NEEDED_FOR_EXPERTS = {
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank"),
     "deepseek_v3": ("n_shared_experts", "moe_intermediate_size", "v_head_dim", "q_lora_rank"),
+    "deepseek_v32": ("moe_intermediate_size", "v_head_dim", "q_lora_rank"),
 }
 
 
@@ -540,6 +567,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
     ("deepseek_v3", {"topk_group": 9}, "topk_group=9"),
     ("deepseek_v3", rope("linear", factor=4.0), "'linear' .* deepseek_v3"),
+    ("deepseek_v3", {"index_topk": 2048}, "index_topk=2048"),
+    ("deepseek_v32", {"index_topk": 0}, "index_topk=0"),
+    ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank"),
+    ("deepseek_v32", {"layer_types": ["full_attention"]}, "only 'indexed_attention'"),
+    ("deepseek_v32", {"mlp_layer_types": ["sparse"] * 61}, "mlp_layer_types=.*_replace=3 times"),
     ("llama31", {"model_type": "gemma3"}, "gemma3"),
     ("llama31", {"model_type": None}, "model_type"),
     ("llama31", {"rope_theta": None}, "rope_theta"),
@@ -565,6 +597,8 @@ def test_an_unknown_feature_that_is_off_is_no_error(off: object) -> None:
 LEFT = {
     **{"unsloth_version": "2025.1", "unsloth_fixed": True, "_attn_implementation_autoset": True},
     **{"use_bfloat16": True, "torchscript": False, "_commit_hash": "4e20de"},
+    **{"temperature": 0.7, "top_p": 0.8, "do_sample": True, "max_length": 4096, "num_beams": 1},
+    **{"repetition_penalty": 1.05, "pruned_heads": {}, "bad_words_ids": [], "new_things": []},
 }
 
 
@@ -585,6 +619,21 @@ def test_keys_of_other_tools_are_ignored_with_one_warning(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (1 if rank == 0 else 0)
     assert all(key in line for key in LEFT for line in lines)
+
+
+def test_every_key_of_generation_that_transformers_takes_out_of_a_file_is_ignored() -> None:
+    taken = transformers.GenerationConfig._get_default_generation_params()
+    found = parse_model_shape({**QWEN3, **dict.fromkeys(taken, 3)})
+    assert found == parse_model_shape(QWEN3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("pruned_heads", {"0": [1]}), ("new_things", [0]), ("new_thing", 0), ("new_thing", "")],
+)
+def test_an_unknown_key_that_says_something_is_refused(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"{key}=.* is not supported by the qwen3 family"):
+        parse_model_shape({**QWEN3, key: value})
 
 
 NEEDED = [

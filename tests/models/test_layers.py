@@ -27,9 +27,14 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS: dict[str, tuple[Any, Any, tuple[tuple[int, ...], ...]]] = {
-    "norm": (lambda x, w: layers._RMSNorm.apply(x, w, 1e-5), normed, ((TOKENS, 1, 96), (96,))),
+    "norm": (lambda x, w: layers.rms_norm(x, w, 1e-5), normed, ((TOKENS, 1, 96), (96,))),
+    "zero-centred norm": (
+        lambda x, w: layers.rms_norm(x, w, 1e-5, 1.0),
+        lambda x, w: normed(x, 1 + w),
+        ((TOKENS, 1, 96), (96,)),
+    ),
     "head norm": (
-        lambda x, w: layers._RMSNorm.apply(x.split([2, 1], 2)[0], w, 1e-5),
+        lambda x, w: layers.rms_norm(x.split([2, 1], 2)[0], w, 1e-5),
         lambda x, w: normed(x[:, :, :2], w),
         ((TOKENS, 2, 3, 8), (8,)),
     ),
@@ -68,8 +73,7 @@ def test_the_norm_is_at_least_as_close_to_float64_as_that_of_transformers() -> N
     weight = theirs.weight.detach()
     exact = normed(x.double(), weight.double())
     gaps = [
-        (y.double() - exact).norm()
-        for y in (layers._RMSNorm.apply(x, weight, 1e-5), theirs(x).detach())
+        (y.double() - exact).norm() for y in (layers.rms_norm(x, weight, 1e-5), theirs(x).detach())
     ]
     assert gaps[0] <= gaps[1]
 

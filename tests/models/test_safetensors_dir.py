@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from ctrl_megatron.errors import UserError
@@ -110,18 +110,20 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return small.to(torch.float8_e4m3fn), scales, values
 
 
-def write_quantised(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def write_quantised(
+    folder: Path, family: str = "deepseek_v3"
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A tiny DeepSeek-V3 as it is published: 8 bits and a layer that predicts further tokens.
-    Returns its config.json and the values of its other layers' tensors."""
+    Returns its config.json and the values of the tensors that are read."""
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 24}
     latent = {"q_lora_rank": 20, "kv_lora_rank": 18, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
     groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    config = DeepseekV3Config(
+    config = CONFIG_MAPPING[family](
         **{**sizes, **latent, **experts, **groups},
         **{"v_head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2},
     )
-    DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     values, written = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         values[name] = written[name] = tensor
@@ -131,6 +133,8 @@ def write_quantised(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
         if name.startswith("model.layers.1."):
             further = name.replace("model.layers.1.", "model.layers.2.")
             written[further] = written[name].clone()
+        if ".indexer." in name:
+            del values[name]
     save_file(written, folder / "model.safetensors")
     file = folder / "config.json"
     own = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
@@ -141,15 +145,23 @@ def write_quantised(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tenso
     return published, values
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_a_quantised_model_is_converted_into_what_its_weights_mean(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, values = write_quantised(tmp_path / "published")
+    _, values = write_quantised(tmp_path / "published", family)
     hf_to_megatron(tmp_path / "published", tmp_path / "checkpoint")
-    (warning,) = [line for line in caplog.messages if "predict further tokens" in line]
-    assert "the last 1 layer" in warning
+    (warning,) = [line for line in caplog.messages if "left out" in line]
+    first = {"deepseek_v3": "2.input_layernorm", "deepseek_v32": "0.self_attn.indexer.k_norm"}
+    assert f" model.layers.{first[family]}." in warning
     megatron_to_hf(tmp_path / "checkpoint", tmp_path / "out")
-    found = load_file(tmp_path / "out/model.safetensors")
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(path)
+    # Indexers of layers that stay are kept, three weights and a norm with a bias each.
+    kept = {name: found.pop(name) for name in [*found] if ".indexer." in name}
+    assert len(kept) == (2 * 5 if family == "deepseek_v32" else 0)
+    assert {tensor.dtype for tensor in kept.values()} <= {torch.bfloat16, torch.float32}
     assert found.keys() == values.keys()
     for name, want in values.items():
         bias = name.endswith("e_score_correction_bias")
@@ -158,7 +170,7 @@ def test_a_quantised_model_is_converted_into_what_its_weights_mean(
     assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 0
     plain = SafetensorsDirectory(tmp_path / "out")
     plain.check(read_model_shape(tmp_path / "out"))
-    model = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(model.model.norm.weight, found["model.norm.weight"])
 
 
@@ -166,6 +178,7 @@ def test_rectangles_of_a_quantised_weight_are_those_of_the_whole(tmp_path: Path)
     _, values = write_quantised(tmp_path)
     tensors = SafetensorsDirectory(tmp_path)
     tensors.check(read_model_shape(tmp_path))
+    assert not [name for name in tensors.shapes() if name.startswith("model.layers.2.")]
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(tensors.read(name), values[name])
     for rows, columns in ((slice(3, 17), slice(11, 25)), (slice(16, 32), slice(0, 40))):

@@ -107,21 +107,32 @@ def tiny_glm(seed: int) -> torch.nn.Module:
     return Glm4MoeForCausalLM(config).eval()
 
 
-def tiny_latent(seed: int) -> torch.nn.Module:
+def tiny_latent(seed: int, family: str = "DeepseekV3", **changes: Any) -> Any:
     """A random fp32 DeepSeek-V3: a dense layer, and one with experts."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    config = DeepseekV3Config(
+    config = getattr(transformers, f"{family}Config")(
         **{"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 24},
         **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4},
         **{"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
         **{"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24},
         **{"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 8},
         **{"vocab_size": VOCAB, "max_position_embeddings": 2048, "initializer_range": 0.2},
-        tie_word_embeddings=False,
+        **{"tie_word_embeddings": False, **changes},
     )
-    return DeepseekV3ForCausalLM(config).eval()
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+def tiny_indexed(seed: int) -> torch.nn.Module:
+    """A random fp32 DeepSeek-V3.2: the same layers, whose indexers select all keys of a short row.
+    They are those of every seed."""
+    own = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 8}
+    model = tiny_latent(seed, "DeepseekV32", **own)
+    for name, weight in model.named_parameters():
+        if ".indexer." in name:
+            weight.data = torch.linspace(-1, 1, weight.numel()).view_as(weight)
+    return model
 
 
 _LLADA = {
@@ -331,10 +342,10 @@ def asked(
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """HF name -> tensor, without the tied head."""
+    """HF name -> tensor, without the tied head and what is never sent."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    held = {name: p.detach() for name, p in model.named_parameters()}
+    held = {n: p.detach() for n, p in model.named_parameters() if ".indexer." not in n}
     # The bias by which a router chooses is no parameter.
     held |= {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
     return revert_weight_conversion(model, held)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import Sender, asked, save, tiny_experts, weights
+from rollout_models import Sender, asked, log_probs, save, tiny_experts, tiny_indexed, weights
 
 from ctrl_megatron.rollout.client import RemoteEngine
 from ctrl_megatron.rollout.engine import available_engines
@@ -41,12 +41,19 @@ def drawn(name: str, path: Path, later: Any) -> list[list[list[Completion]]]:
     return asked(name, path, ask, returns_routes=True)
 
 
-@pytest.mark.parametrize("name", ["hf", pytest.param("sglang", marks=pytest.mark.long)])
-def test_the_experts_of_every_token_come_with_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("hf", tiny_experts),
+        ("hf", tiny_indexed),
+        pytest.param("sglang", tiny_experts, marks=pytest.mark.long),
+    ],
+)
+def test_the_experts_of_every_token_come_with_it(name: str, make: Any, tmp_path: Path) -> None:
     """Also after an update, for prompts that the engine has kept keys and values of."""
     if name not in available_engines():
         pytest.skip(f"{name} is not installed; `make env` brings it")
-    models = [tiny_experts(0), tiny_experts(1)]
+    models = [make(0), make(1)]
     save(models[0], tmp_path)
     for model, answers in zip(models, drawn(name, tmp_path, models[1]), strict=True):
         for prompt, group in zip(PROMPTS, answers, strict=True):
@@ -56,3 +63,5 @@ def test_the_experts_of_every_token_come_with_it(name: str, tmp_path: Path) -> N
                 found = route_tensor(completion.routes).sort(-1).values
                 wanted = chosen_by_transformers(model, [*prompt, *completion.token_ids])
                 assert torch.equal(found, wanted)
+                drawn_with = log_probs(model, prompt, completion.token_ids)
+                assert (torch.tensor(completion.log_probs) - drawn_with).abs().max() < 1e-4

@@ -22,7 +22,13 @@ from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapts_experts, lora_of_config, shape_with_adapters
 from ctrl_megatron.models.rope import engine_rope_mismatch
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
-from ctrl_megatron.models.shape import AnyShape, ModelShape, MultiLatentAttention, is_reward_model
+from ctrl_megatron.models.shape import (
+    AnyShape,
+    ModelShape,
+    MultiLatentAttention,
+    context_of,
+    is_reward_model,
+)
 from ctrl_megatron.models.shards import check_split
 from ctrl_megatron.parallel.layout import world_of_role, worlds_of
 from ctrl_megatron.rollout.denoising import DenoisingOptions
@@ -186,6 +192,13 @@ def _check_engine_takes(
             remedy="convert them: ctrl-convert-hf-to-megatron, then ctrl-convert-megatron-to-hf",
         )
     rollout, engine = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.name
+    stacked = isinstance(shape, ModelShape) and any(k.names.stacked for k in shape.expert_kinds)
+    if rollout.quantization and stacked:
+        raise UserError(
+            f"the experts of {path} are one tensor of a layer, which is not pushed in 8 bits",
+            key="actor_rollout_ref.rollout.quantization",
+            remedy="leave it out",
+        )
     # Engines that rearrange weights in 8 bits do so block by block.
     if rollout.quantization and ENGINES[engine].rearranges_quantised:
         workers = rollout.tensor_model_parallel_size
@@ -274,10 +287,11 @@ def _check_context(config: Config, purpose: Purpose, key: str, path: str, shape:
         else:
             revision = rollout.revision_max_tokens
             asked += f" + actor_rollout_ref.rollout.revision_max_tokens={revision}"
-    if longest > shape.max_position_embeddings:
+    context, limit = context_of(shape)
+    if longest > context:
         raise UserError(
-            f"the model of {path} has a context of max_position_embeddings="
-            f"{shape.max_position_embeddings} tokens, and {asked} makes {longest}",
+            f"the model of {path} has a context of {limit}={context} tokens, and {asked} makes "
+            f"{longest}",
             remedy="lower these keys, or name a model with a longer context",
         )
 
@@ -361,9 +375,10 @@ def check_reward_model(config: Config) -> TextCodec | None:
     longest, given = max_conversation_tokens(config, shape), keys.max_length
     if given is not None and given > longest:
         budget = config.actor_rollout_ref.log_prob_token_budget - 1
+        context, limit = context_of(shape)
         raise UserError(
-            f"{given} tokens are more than the model's context of max_position_embeddings="
-            f"{shape.max_position_embeddings} or the {budget} of a pass",
+            f"{given} tokens are more than the model's context of {limit}={context} or the "
+            f"{budget} of a pass",
             key="reward_model.max_length",
             remedy="lower it, or raise actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
         )
