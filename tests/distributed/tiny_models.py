@@ -159,7 +159,7 @@ def save_masked(family: str, directory: Path, **dims: Any) -> tuple[Path, Path]:
         config = {
             **{theirs: config[ours] for ours, theirs in _LLADA_KEYS.items()},
             **{"model_type": "llada", "architectures": ["LLaDAModelLM"], **remote},
-            **{"embedding_size": VOCAB, "rope_theta": 5e5, "block_type": "llama"},
+            **{"embedding_size": config["vocab_size"], "rope_theta": 5e5, "block_type": "llama"},
             **{"layer_norm_type": "rms", "activation_type": "silu", "torch_dtype": "float32"},
         }
         tensors = {llada_name(name): tensor for name, tensor in tensors.items()}
@@ -213,16 +213,15 @@ def reference_scores(
         versions = versions[1:2] if single else versions
         for which, weight in versions:
             logits = full_logits(model, torch.where(which, MASK, tokens)) / temperature
-            log_p = logits.log_softmax(-1)
-            for column in range(answers):
-                place = first + column
-                if weight is None or which[place]:
-                    at = log_p[place - shifted]
-                    factor = 1.0 if weight is None else weight
-                    one = torch.zeros_like(scores)
-                    one[row, column] = part * factor
-                    scores = scores + one * at[tokens[place]]
-                    entropies[row, column] -= part * (at.exp() * at).sum().detach()
+            counted = which[first : first + answers] | (weight is None)
+            columns = counted.nonzero().flatten()
+            places = first + columns
+            log_p = logits.log_softmax(-1)[places - int(shifted)]
+            chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1).double()
+            factor = part * (1.0 if weight is None else weight)
+            own = (torch.full_like(columns, row), columns)
+            scores = scores.index_put(own, factor * chosen, accumulate=True)
+            entropies[own] -= part * (log_p.exp() * log_p).sum(-1).detach()
     return model, scores, entropies
 
 
@@ -233,13 +232,14 @@ def random_batch(
     response: int = 9,
     group: int = 1,
     holes: bool = False,
+    vocab: int = VOCAB,
 ) -> dict:
     """Ragged rows: prompts padded on the left, responses on the right; ``group`` of them begin with
     the same prompt, in turn. With ``holes`` a third of the response tokens is in no mask, like an
     environment's observations.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCAB, (rows, prompt + response), generator=generator)
+    ids = torch.randint(0, vocab, (rows, prompt + response), generator=generator)
     prompts = torch.randint(1, prompt + 1, (rows,), generator=generator)
     answers = torch.randint(1, response + 1, (rows,), generator=generator)
     same = torch.arange(rows) % (rows // group)
@@ -267,9 +267,18 @@ def predicted(seen: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return int(seen[: -len(mask)].sum()) + mask.nonzero().flatten()
 
 
-def reference_gradients(directory: Path, batch: dict, out: Path) -> Path:
+def reference_model(directory: Path, dtype: torch.dtype) -> Any:
+    """transformers' model; only one of its ways to compute experts knows float64."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, experts_implementation="eager"
+    )
+
+
+def reference_gradients(
+    directory: Path, batch: dict, out: Path, dtype: torch.dtype = torch.float32
+) -> Path:
     """transformers' gradients of ``workers.weighted_loss``, saved as a model in ``out``."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = reference_model(directory, dtype)
     for ids, seen, mask, weights in zip(
         *(batch[name] for name in ("input_ids", "attention_mask", "response_mask", "advantages")),
         strict=True,
@@ -291,9 +300,7 @@ def reference_router_losses(
 ) -> tuple[Path, dict[str, float]]:
     """The routers' losses over ``batches``, each one micro-batch, on transformers' hidden states in
     float64: (gradients saved as a model in ``out``, metrics of a step)."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float64, experts_implementation="eager"
-    )
+    model = reference_model(directory, torch.float64)
     gates = {i: m.mlp.gate for i, m in enumerate(model.model.layers) if hasattr(m.mlp, "gate")}
     seen: dict[int, list[torch.Tensor]] = {}
     for layer, gate in gates.items():
@@ -364,10 +371,10 @@ def reference_biases(directory: Path, batch: dict, rate: float) -> dict[str, tor
 
 @torch.no_grad()
 def reference_log_probs(
-    directory: Path, batch: dict, temperature: float
+    directory: Path, batch: dict, temperature: float, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """transformers' log-probs and entropies, computed row by row without padding."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = reference_model(directory, dtype)
     log_probs = torch.zeros(batch["response_mask"].shape)
     entropy = torch.zeros_like(log_probs)
     for row, (ids, seen, mask) in enumerate(
