@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,8 +165,8 @@ def save_tiny(
 def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     """The tensors of a model with which the trainer computes; those of all experts of a layer as
     transformers writes them."""
-    tensors = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    tensors, files = {}, (load_file(path) for path in directory.glob("*.safetensors"))
+    for name, tensor in itertools.chain.from_iterable(file.items() for file in files):
         module, _, leaf = name.rpartition(".")
         for expert, own in enumerate(tensor if leaf in PARTS_OF_STACKS else ()):
             parts = PARTS_OF_STACKS[leaf]
@@ -216,7 +217,7 @@ def save_masked(family: str, directory: Path, **dims: Any) -> tuple[Path, Path]:
         config = {
             **{theirs: config[ours] for ours, theirs in _LLADA_KEYS.items()},
             **{"model_type": "llada", "architectures": ["LLaDAModelLM"], **remote},
-            **{"embedding_size": VOCAB, "rope_theta": 5e5, "block_type": "llama"},
+            **{"embedding_size": config["vocab_size"], "rope_theta": 5e5, "block_type": "llama"},
             **{"layer_norm_type": "rms", "activation_type": "silu", "torch_dtype": "float32"},
         }
         tensors = {llada_name(name): tensor for name, tensor in tensors.items()}
@@ -270,16 +271,15 @@ def reference_scores(
         versions = versions[1:2] if single else versions
         for which, weight in versions:
             logits = full_logits(model, torch.where(which, MASK, tokens)) / temperature
-            log_p = logits.log_softmax(-1)
-            for column in range(answers):
-                place = first + column
-                if weight is None or which[place]:
-                    at = log_p[place - shifted]
-                    factor = 1.0 if weight is None else weight
-                    one = torch.zeros_like(scores)
-                    one[row, column] = part * factor
-                    scores = scores + one * at[tokens[place]]
-                    entropies[row, column] -= part * (at.exp() * at).sum().detach()
+            counted = which[first : first + answers] | (weight is None)
+            columns = counted.nonzero().flatten()
+            places = first + columns
+            log_p = logits.log_softmax(-1)[places - int(shifted)]
+            chosen = log_p.gather(-1, tokens[places, None]).squeeze(-1).double()
+            factor = part * (1.0 if weight is None else weight)
+            own = (torch.full_like(columns, row), columns)
+            scores = scores.index_put(own, factor * chosen, accumulate=True)
+            entropies[own] -= part * (log_p.exp() * log_p).sum(-1).detach()
     return model, scores, entropies
 
 
@@ -290,13 +290,14 @@ def random_batch(
     response: int = 9,
     group: int = 1,
     holes: bool = False,
+    vocab: int = VOCAB,
 ) -> dict:
     """Ragged rows: prompts padded on the left, responses on the right; ``group`` of them begin with
     the same prompt, in turn. With ``holes`` a third of the response tokens is in no mask, like an
     environment's observations.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCAB, (rows, prompt + response), generator=generator)
+    ids = torch.randint(0, vocab, (rows, prompt + response), generator=generator)
     prompts = torch.randint(1, prompt + 1, (rows,), generator=generator)
     answers = torch.randint(1, response + 1, (rows,), generator=generator)
     same = torch.arange(rows) % (rows // group)

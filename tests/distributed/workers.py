@@ -519,18 +519,26 @@ def ddp_options(**changed: Any) -> Iterator[None]:
 
 
 def parity(
-    rank: int, layout: dict, directories: dict[str, str], batch: dict, temperature: float, out: str
+    rank: int,
+    layout: dict,
+    directories: dict[str, str],
+    batch: dict,
+    temperature: float,
+    out: str,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Per family the log-probs and entropies of the batch; every model exported below ``out``."""
+    """Per family the log-probs and entropies of the batch; every model exported below ``out``.
+    ``options`` are the models'."""
     from ctrl_megatron.checkpoint.hf import save_hf
 
     groups, results = start(layout), {}
     for family, directory in directories.items():
-        policy = make_policy(groups, directory, token_budget=64, logprob_chunk=7)
+        given = {"token_budget": 64, "logprob_chunk": 7, **options}
+        policy = make_policy(groups, directory, **given)
         results[family] = policy.log_probs(batch, temperature)
         # All rows in one micro-batch; and a separate budget that no row fits.
         for one, many in zip(
-            policy.log_probs(batch, temperature, token_budget=4096), results[family], strict=True
+            policy.log_probs(batch, temperature, token_budget=10**6), results[family], strict=True
         ):
             torch.testing.assert_close(one, many, atol=1e-5, rtol=0)
         with pytest.raises(ValueError, match="more than the token budget of 1"):
@@ -564,17 +572,23 @@ def weighted_loss(log_probs, entropy, rows, counts):
     return -weighted.sum() / counts.tokens, {}
 
 
-def gradients(rank: int, layout: dict, directories: dict[str, str], batch: dict, out: str) -> None:
+def gradients(
+    rank: int,
+    layout: dict,
+    directories: dict[str, str],
+    batch: dict,
+    out: str,
+    **options: Any,
+) -> None:
     """The gradients of ``weighted_loss``, saved as models below ``out``: of packed rows that share
-    prompts, and of rows apart."""
+    prompts, and of rows apart. ``options`` are the models'."""
     groups = start(layout)
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
     for family, directory in directories.items():
         for way, shared in (("shared", True), ("apart", False)):
-            policy = make_policy(
-                groups, directory, optimizer=optimizer, token_budget=64, shared_prefix=shared
-            )
+            given = {"token_budget": 64, **options, "shared_prefix": shared}
+            policy = make_policy(groups, directory, optimizer=optimizer, **given)
             policy.step(mine, weighted_loss)
             save_gradients(policy, f"{out}/{way}/{family}", directory)
 
@@ -715,22 +729,27 @@ def taught_gradients(
 
 
 def coupled(
-    rank: int, layout: dict, directories: dict[str, str], batch: dict, temperature: float, out: str
+    rank: int,
+    layout: dict,
+    directories: dict[str, str],
+    batch: dict,
+    temperature: float,
+    out: str,
+    **options: Any,
 ) -> dict[str, Any]:
     """Per model the coupled scores and mean entropies of the batch, and below ``out`` the model
-    itself and the gradients of ``weighted_loss`` on its scores."""
+    itself and the gradients of ``weighted_loss`` on its scores. ``options`` are the models'."""
     from ctrl_megatron.checkpoint.hf import save_hf
 
     groups, results = start(layout), {}
     mine = {k: v[groups.place.dp :: groups.layout.data] for k, v in batch.items()}
     optimizer = {"lr": 1e-3, "total_steps": 10, "clip_grad": 1e9}
     for name, directory in directories.items():
-        policy = make_policy(
-            groups, directory, optimizer=optimizer, token_budget=70, logprob_chunk=7
-        )
+        given = {"token_budget": 70, "logprob_chunk": 7, **options}
+        policy = make_policy(groups, directory, optimizer=optimizer, **given)
         results[name] = policy.log_probs(batch, temperature)
         for one, many in zip(
-            policy.log_probs(batch, temperature, token_budget=4096), results[name], strict=True
+            policy.log_probs(batch, temperature, token_budget=10**6), results[name], strict=True
         ):
             torch.testing.assert_close(one, many, atol=1e-5, rtol=0)
         with pytest.raises(ValueError, match="the masks of its rows"):
