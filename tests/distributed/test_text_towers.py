@@ -69,7 +69,9 @@ def assert_same(left: Path, right: Path) -> None:
         assert tensor.dtype == here[name].dtype and torch.equal(tensor, here[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen3_5_text", marks=pytest.mark.long), "qwen3_5_moe_text"]
+)
 def test_they_are_trained_and_exports_keep_the_rest(tmp_path: Path, family: str) -> None:
     text = save_tiny(family, tmp_path / "text", num_hidden_layers=2)
     whole = with_pictures(text, tmp_path / "whole", FAMILIES[family])

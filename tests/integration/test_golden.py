@@ -99,7 +99,9 @@ def test_rl(whole: Callable[[str], Steps], name: str) -> None:
     assert_recorded(name, whole(name))
 
 
-@pytest.mark.parametrize("name", ["ctrl_grpo", "ppo", pytest.param("dapo", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["ctrl_grpo", *(pytest.param(n, marks=pytest.mark.long) for n in ("ppo", "dapo"))]
+)
 def test_a_run_that_was_stopped_goes_on_like_one_that_was_not(
     golden_job: Job, whole: Callable[[str], Steps], name: str
 ) -> None:

@@ -15,7 +15,7 @@ VALUES = "actor_rollout_ref.rollout.val_kwargs"
 DRAWS = (f"{VALUES}.n=4", f"{VALUES}.temperature=1.3", f"{VALUES}.top_k=8")
 
 
-@pytest.mark.parametrize("pipeline", ["ctrl", "grpo"])
+@pytest.mark.parametrize("pipeline", ["ctrl", pytest.param("grpo", marks=pytest.mark.long)])
 def test_several_draws_of_every_row(job: Job, pipeline: str, tmp_path: Path) -> None:
     grpo = ("dag.custom_pipeline_fn=ctrl_megatron.pipeline:grpo_pipeline",)
     settings, without = (grpo, golden_runs.NO_REVISIONS) if pipeline == "grpo" else ((), ())

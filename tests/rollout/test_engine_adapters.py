@@ -107,7 +107,10 @@ def said(name: str, path: Path, lora: Lora, pushed: list[dict[str, torch.Tensor]
         ("vllm", tiny_llama, DENSE, False),
         ("sglang", tiny_llama, DENSE, False),
         # SGLang has these layers only with others in one.
-        ("sglang", tiny_llama, ("q_proj", "down_proj", "gate_proj"), False),
+        pytest.param(
+            *("sglang", tiny_llama, ("q_proj", "down_proj", "gate_proj"), False),
+            marks=pytest.mark.long,
+        ),
         ("hf", tiny_experts, DENSE, False),
         ("hf", tiny_experts, DENSE, True),
         ("hf", tiny_experts, ("k_proj", "up_proj"), False),
