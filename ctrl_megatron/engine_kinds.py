@@ -12,6 +12,8 @@ _LARGE_GPU = 70 * 2**30
 BATCHED_TOKENS = 8192
 """Tokens of one forward pass of a vLLM on GPUs where ``engine_kwargs`` says nothing: what its
 server takes there. Its own default for an engine that is embedded, as ours, is 2,048."""
+_WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+"""The families of models with gated delta nets."""
 RopeTrait = Literal["whole factor", "short yarn", "dynamic", "attention factor"]
 """What a scaled rotary embedding may have (``models.rope``)."""
 
@@ -67,6 +69,9 @@ class EngineKind:
     """Rearranges weights in 8 bits for its kernels, so that they cannot be read back."""
     unread: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """``model_type`` -> the keys of its ``config.json`` that it does not read."""
+    cpu_delta_heads: tuple[int, ...] | None = None
+    """On a CPU its kernels for gated delta nets are for bfloat16 and for heads of these sizes; None
+    where it computes any."""
     rotates_otherwise: Mapping[RopeTrait, str] = field(default_factory=dict)
     """The traits of a rotary embedding with which it would rotate otherwise than the trainer; how,
     and the remedy."""
@@ -100,6 +105,7 @@ ENGINES: Mapping[str, EngineKind] = {
         },
         default=True,
         rearranges_quantised=True,
+        cpu_delta_heads=(64, 128),
         rotates_otherwise={
             "whole factor": "vLLM reads no whole number as factor={factor}; write {decimal}",
             "short yarn": "vLLM ends at original_max_position_embeddings={original} times "
@@ -118,10 +124,13 @@ ENGINES: Mapping[str, EngineKind] = {
         counts_workspace=False,
         returns_routes=True,
         cpu_width_unit=32,
+        # They are in sgl-kernel, of which no build for CPUs is published.
+        cpu_delta_heads=(),
         quantised=False,
         unread={
             "qwen3_moe": ("tie_word_embeddings", "mlp_only_layers or decoder_sparse_step"),
             "mixtral": ("head_dim",),
+            **dict.fromkeys(_WITH_DELTA_NETS, ("layer_types",)),
         },
         rotates_otherwise={
             "dynamic": "SGLang stretches a dynamic rope at every length, the trainer only beyond "

@@ -665,8 +665,30 @@ def engine_mismatch_reason(shape: ModelShape, engine: EngineName) -> str | None:
         "mlp_only_layers or decoder_sparse_step": len(shape.layers_by_kind) > 1,
         "head_dim": isinstance(attention, GroupedQueryAttention)
         and attention.heads * attention.head_dim != shape.hidden_size,
+        # Without it attention is in every fourth layer.
+        "layer_types": shape.delta_layers
+        != tuple(n for n in range(shape.num_layers) if (n + 1) % 4),
     }
     if keys := [key for key in own.unread.get(shape.family, ()) if matters[key]]:
         able = " or ".join(name for name, kind in alike.items() if shape.family not in kind.unread)
         return f"{own.title} does not read {' and '.join(keys)}; use {able}"
+    return None
+
+
+def cpu_delta_net_obstacle(net: GatedDeltaNet, engine: EngineName, dtype: str) -> str | None:
+    """Why ``engine`` cannot compute this layer on a CPU in this dtype, with a remedy; None if it
+    can."""
+    own = ENGINES[engine]
+    if (sizes := own.cpu_delta_heads) is None:
+        return None
+    here = f"{own.title} computes gated delta nets on a CPU"
+    if not sizes:
+        return f"no published build of {here}; use hf"
+    if not {net.key_dim, net.value_dim} <= set(sizes):
+        return (
+            f"{here} with heads of {' or '.join(map(str, sizes))} numbers only, not with "
+            f"linear_key_head_dim={net.key_dim} and linear_value_head_dim={net.value_dim}; use hf"
+        )
+    if dtype != "bfloat16":
+        return f"{here} in bfloat16 only, not in {dtype}; use hf, or that dtype for the engine"
     return None

@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from ctrl_megatron.models.families import Family
+from ctrl_megatron.models.rules import family_tensor_name
 from ctrl_megatron.rollout.weight_update import checksums
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 """Concatenates the tensors of all tensor ranks along a dimension."""
 _EXPERTS = {"RoutedExperts", "FusedMoE"}
 """The classes of vLLM's and SGLang's experts of a layer."""
-
+_BY_HEAD = {"A_log", "dt_bias"}
+"""Parameters of gated delta nets with a number for each head, of which a tensor rank has its own
+heads'."""
 
 HF_NAMES = ("gate_proj", "up_proj", "down_proj")
 """The names of an expert's gate, up and down projection in most families."""
@@ -47,6 +51,7 @@ def engine_hf_tensors(
     *,
     gather: Gather,
     fused: Mapping[str, Sequence[str]],
+    stacked: bool = False,
     computed_weight: Callable[[Any, int], torch.Tensor] = lambda module, width: module.weight,
     computed_experts: Callable[[Any], RankExpertWeights] = lambda module: RankExpertWeights(
         module.w13_weight, module.w2_weight
@@ -55,9 +60,11 @@ def engine_hf_tensors(
     """Yield (HF name, whole tensor) of everything that the model computes with, including a head
     that is tied to the embedding.
 
-    ``fused`` maps a fused layer to the HF layers in it. ``computed_weight(module, input width)``
-    returns the (out, in) weight of a linear layer or an output head, by default its attribute, and
-    ``computed_experts(module)`` this rank's weights of a layer's experts.
+    ``fused`` maps a fused layer to the HF layers in it, of which the first may have several parts.
+    ``stacked`` says that the files have a tensor of all experts of a layer.
+    ``computed_weight(module, input width)`` returns the (out, in) weight of a linear layer or an
+    output head, by default its attribute, and ``computed_experts(module)`` this rank's weights of a
+    layer's experts.
     """
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
@@ -69,9 +76,10 @@ def engine_hf_tensors(
                 held["bias"] = bias
             for kind, local in held.items():
                 names = fused.get(leaf, [leaf])
-                wholes = _hf_tensors(module, local, gather)
-                if len(names) == 1:  # also of projections that the files have in one tensor
-                    wholes = [torch.cat(wholes)]
+                sizes = _part_sizes(module, leaf, model.get_submodule(parent))
+                wholes = _hf_tensors(module, local, gather, sizes)
+                if (several := len(wholes) - len(names) + 1) > 1:
+                    wholes = [torch.cat(wholes[:several]), *wholes[several:]]
                 for name, whole in zip(names, wholes, strict=True):
                     yield ".".join(filter(None, (parent, name, kind))), whole.to(dtype)
             for name, state in module.named_parameters(recurse=False):
@@ -84,33 +92,46 @@ def engine_hf_tensors(
             yield f"{path}.weight", gather(used, 0)[: module.org_vocab_size]
         elif kinds & _EXPERTS:
             stem = path.removesuffix(".routed_experts")
-            for name, whole in _expert_tensors(computed_experts(module), gather):
-                yield f"{stem}.{name}.weight", whole.to(dtype)
+            for name, whole in _expert_tensors(computed_experts(module), gather, stacked=stacked):
+                yield f"{stem}.{name}", whole.to(dtype)
         else:
             for name, parameter in module.named_parameters(recurse=False):
+                if name in _BY_HEAD:  # some in float32, whatever the dtype of the model
+                    parameter = gather(parameter, 0).to(dtype)
                 yield f"{path}.{name}" if path else name, parameter
 
 
 def engine_hf_checksums(
-    model: Any, dtype: torch.dtype, *, is_first: bool, tied: bool, **how: Any
+    model: Any,
+    dtype: torch.dtype,
+    *,
+    is_first: bool,
+    tied: bool,
+    family: Family | None = None,
+    **how: Any,
 ) -> dict[str, str]:
-    """HF name -> checksum of ``engine_hf_tensors(model, dtype, **how)``, with a ``tied`` pair once.
-    Empty on every tensor rank but the first, which gathers the parts of the others.
+    """HF name -> checksum of ``engine_hf_tensors(model, dtype, **how)`` in the form of ``family``'s
+    files, with a ``tied`` pair once. Empty on every tensor rank but the first, which gathers the
+    parts of the others.
 
     RuntimeError if a tied head computes with other weights than the embedding.
     """
     with torch.inference_mode():
-        held = engine_hf_tensors(model, dtype, **how)
+        stacked = family is not None and family.stacked_experts
+        held = engine_hf_tensors(model, dtype, stacked=stacked, **how)
         by_name = checksums(held if is_first else (pair for pair in held if False))
     if tied and "model.embed_tokens.weight" in by_name:
         head = by_name.pop("lm_head.weight", None)
         if head not in (None, by_name["model.embed_tokens.weight"]):
             raise RuntimeError("the tied output head differs from the embedding")
-    return by_name
+    names = () if family is None else family.file_names
+    return {family_tensor_name(name, names): found for name, found in by_name.items()}
 
 
-def _expert_tensors(held: RankExpertWeights, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-    """(expert and projection, whole tensor) of all experts of a layer."""
+def _expert_tensors(
+    held: RankExpertWeights, gather: Gather, *, stacked: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name below the experts, whole tensor) of all experts of a layer."""
     spread = held.numbers is not None
     parts = zip(held.names, (*held.gate_up.chunk(2, dim=1), held.down), (1, 1, 2), strict=True)
     wholes = {}
@@ -119,29 +140,47 @@ def _expert_tensors(held: RankExpertWeights, gather: Gather) -> Iterator[tuple[s
         wholes[name] = whole.narrow(cut, 0, held.width or whole.shape[cut])
     count = len(next(iter(wholes.values())))
     numbers = range(count) if held.numbers is None else gather(held.numbers, 0).tolist()
+    if stacked:
+        order = torch.tensor(numbers).argsort()
+        gate, up, down = (whole[order.to(whole.device)] for whole in wholes.values())
+        yield "gate_up_proj", torch.cat([gate, up], dim=1)
+        yield "down_proj", down
+        return
     for place, number in enumerate(numbers):
         for name, whole in wholes.items():
-            yield f"{number}.{name}", whole[place]
+            yield f"{number}.{name}.weight", whole[place]
 
 
 def _kinds(module: Any) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
-def _hf_tensors(module: Any, local: torch.Tensor, gather: Gather) -> list[torch.Tensor]:
-    """The HF tensors of a linear layer's weight or bias, in the order of their fusion, gathered
-    from all tensor ranks; ``local`` is this rank's part."""
+def _part_sizes(module: Any, leaf: str, parent: Any) -> list[int] | None:
+    """The whole rows of each part that tensor ranks share by itself; None for a layer of one
+    part."""
+    if _kinds(module) & {"MergedColumnParallelLinear", "QKVParallelLinear"}:
+        return list(module.output_sizes)
+    if leaf == "conv1d" and hasattr(parent, "key_dim"):  # over queries, keys and values
+        return [parent.key_dim, parent.key_dim, parent.value_dim]
+    return None
+
+
+def _hf_tensors(
+    module: Any, local: torch.Tensor, gather: Gather, sizes: list[int] | None
+) -> list[torch.Tensor]:
+    """The parts of a linear layer's weight or bias, in the order of their fusion and of these
+    ``sizes``, gathered from all tensor ranks; ``local`` is this rank's part."""
     kinds = _kinds(module)
     if "RowParallelLinear" in kinds:
         return [gather(local, 1) if local.dim() == 2 else local]
     if "ColumnParallelLinear" not in kinds:
         return [local]
-    if not kinds & {"MergedColumnParallelLinear", "QKVParallelLinear"}:
+    if sizes is None:
         return [gather(local, 0)]
-    ranks = sum(module.output_sizes) // len(local)
+    ranks = sum(sizes) // len(local)
     if ranks == 1:
-        return list(local.split(module.output_sizes))
-    sizes = [size // ranks for size in module.output_sizes]
+        return list(local.split(sizes))
+    sizes = [size // ranks for size in sizes]
     parts = [gather(part.contiguous(), 0) for part in local.split(sizes)]
     copies = getattr(module, "num_kv_head_replicas", 1)
     if copies == 1:

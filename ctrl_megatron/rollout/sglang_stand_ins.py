@@ -107,16 +107,22 @@ def install_stand_ins() -> None:
     children.
     """
     import torch
-    from torch.utils._triton import has_triton_package
-    from transformers.utils.import_utils import is_torchvision_available
 
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         # Otherwise small functions are compiled on first use, which needs a C++ compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    stand_in_for(LIBRARIES)
+
+
+def stand_in_for(libraries: Sequence[str]) -> None:
+    """Replace those of ``libraries`` that are not installed, unless that has been done before."""
+    from torch.utils._triton import has_triton_package
+    from transformers.utils.import_utils import is_torchvision_available
+
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    absent = [name for name in LIBRARIES if find_spec(name) is None]
+    absent = [name for name in libraries if find_spec(name) is None]
     # These two cache their answer; later they would mistake a stand-in for the library.
     has_triton_package()
     is_torchvision_available()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from ctrl_megatron.models.families import FAMILIES
 from ctrl_megatron.rollout.imports import garbage_collection_paused
 from ctrl_megatron.rollout.sglang_stand_ins import UnpinnedTorch, install_stand_ins
 
@@ -200,6 +201,7 @@ def hf_checksums(
         next(model.parameters()).dtype,
         is_first=get_parallel().tp_rank == 0,
         tied=model.config.tie_word_embeddings,
+        family=FAMILIES.get(model.config.model_type),
         gather=tensor_model_parallel_all_gather,
         fused=getattr(model, "packed_modules_mapping", FUSED),
         computed_experts=lambda module: rank_expert_weights(module, model.config),

@@ -15,12 +15,14 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.v1.outputs import LogprobsTensors
 
 
 def install_cpu_kernels(model: torch.nn.Module, sampler: Any) -> None:
     """Make ``model`` compute each norm in one kernel and call its attention directly, and keep
-    ``sampler`` from ranking tokens."""
+    ``sampler`` from ranking tokens. Convolutions take a prompt of one token too. Once in a
+    process."""
     for layer in model.modules():
         if isinstance(layer, RMSNorm) and layer.has_weight and layer.variance_size_override is None:
             # The method that a CustomOp calls; vLLM selects its own kernels only on GPUs.
@@ -29,6 +31,8 @@ def install_cpu_kernels(model: torch.nn.Module, sampler: Any) -> None:
             # Otherwise through torch's dispatcher, for a compiler that does not run here.
             layer.use_direct_call = True
     sampler.gather_logprobs = partial(_gather_log_probs, sampler.gather_logprobs)
+    own = gdn_attention._causal_conv1d_fwd_cpu
+    gdn_attention._causal_conv1d_fwd_cpu = partial(_convolution, own)
 
 
 def mark_experts_unpacked(model: torch.nn.Module) -> None:
@@ -98,6 +102,13 @@ def _norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) 
         return out
     torch.ops._C.fused_add_rms_norm(x, residual, weight, eps)
     return x, residual
+
+
+def _convolution(kernel: Any, *, x: torch.Tensor, **named: Any) -> torch.Tensor:
+    """As ``_causal_conv1d_fwd_cpu``, which is ``kernel``. It refuses a single token, whose (width,
+    1) numbers torch takes for contiguous in both orders, unless their strides are those of several
+    tokens."""
+    return kernel(x=x.t().clone(memory_format=torch.contiguous_format).t(), **named)
 
 
 def _gather_log_probs(

@@ -40,6 +40,11 @@ from ctrl_megatron.rollout.engine import (
 from ctrl_megatron.rollout.sampling import check_request, stream_seed
 from ctrl_megatron.rollout.vllm_adapters import VllmAdapters, vllm_lora_args
 from ctrl_megatron.rollout.vllm_counters import VllmCounters
+from ctrl_megatron.rollout.vllm_delta import (
+    has_delta_nets,
+    register_text_classes,
+    text_class_override,
+)
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, WeightChunk
 from ctrl_megatron.rollout.weight_update import WeightState, read_model_config, updated_tensor_specs
 from ctrl_megatron.types import Completion, SamplingParams, TensorSpec, VersionSpan
@@ -74,8 +79,9 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "disable_log_stats": True,
     }
     chosen |= vllm_lora_args(spec.lora)
+    chosen["hf_overrides"] = text_class_override(spec.model_path)
     if spec.quantised:
-        chosen["hf_overrides"] = {"quantization_config": quantization_config()}
+        chosen["hf_overrides"] |= {"quantization_config": quantization_config()}
     if current_platform.is_cpu():
         # vLLM rewinds the request's generator for a prompt in several parts. CPU generators cannot
         # be rewound, so prompts stay whole.
@@ -86,6 +92,9 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, 4096),
         }
+        if has_delta_nets(spec.model_path):
+            # vLLM caches the states of gated delta nets for chunked prefill only.
+            chosen["enable_prefix_caching"] = False
         if spec.extra.get("enable_expert_parallel"):
             raise ValueError(
                 "on a CPU vLLM's kernel computes all experts on every rank; remove "
@@ -144,6 +153,7 @@ def _engine_config(spec: EngineSpec) -> VllmConfig:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         # Weights and activations use large pages that stay with the process.
         host_memory.keep_freed_memory()
+    register_text_classes(spec.model_path)
     usage, serves = UsageContext.ENGINE_CONTEXT, spec.is_serving
     config = engine_args(spec).create_engine_config(usage, headless=not serves)
     if current_platform.is_cpu():

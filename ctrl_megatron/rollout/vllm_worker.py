@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from ctrl_megatron.models.families import FAMILIES
 from ctrl_megatron.models.fp8 import SCALES
 from ctrl_megatron.models.rules import adapter_name
 from ctrl_megatron.parallel.store import install_single_address_store
@@ -40,6 +41,7 @@ from ctrl_megatron.rollout import vllm_cpu
 from ctrl_megatron.rollout.held_tensors import RankExpertWeights, engine_hf_checksums
 from ctrl_megatron.rollout.sampling import DRAWN_ROWS, inverse_sample, next_random_numbers
 from ctrl_megatron.rollout.transports import read_chunk, wait_until_copied
+from ctrl_megatron.rollout.vllm_delta import skip_tensors_for_pictures
 from ctrl_megatron.rollout.weight_chunks import VLLM_BACKEND, ChunkTensor, WeightChunk
 from ctrl_megatron.rollout.weight_update import checksums, read_model_config
 
@@ -52,6 +54,7 @@ _READABLE = {
 """Kernels for experts that keep the weights' order, or one that ``vllm_cpu`` inverts."""
 
 install_single_address_store()
+skip_tensors_for_pictures()
 
 
 @dataclass
@@ -194,8 +197,10 @@ def _computed_weight(module: Any, width: int, dtype: torch.dtype) -> torch.Tenso
 
     On a CPU vLLM keeps only packed weights. The layer is then applied to the rows of the identity
     matrix, which returns the columns of its weight exactly (one product per output, the rest
-    zeros).
+    zeros). Of the packed weight of a convolution it keeps the original.
     """
+    if (convolution := getattr(module, "_cpu_unpacked_conv_weight", None)) is not None:
+        return convolution.unsqueeze(1)
     if not _is_packed(module):
         return module.weight
     columns = []
@@ -271,12 +276,14 @@ class VllmWorkerExtension:
     def ctrl_checksums(self: Any) -> dict[str, str]:
         """Checksums of this pipeline stage's tensors, on the first tensor rank only."""
         model, dtype = self.model_runner.get_model(), self.model_config.dtype
+        config = read_model_config(self.model_config.model)
         return engine_hf_checksums(
             model,
             dtype,
             is_first=get_tensor_model_parallel_rank() == 0,
             # If a directory has a head that equals the embedding, vLLM reports them as untied.
-            tied=read_model_config(self.model_config.model).get("tie_word_embeddings", False),
+            tied=config.get("tie_word_embeddings", False),
+            family=FAMILIES.get(config["model_type"]),
             gather=_gathered,
             fused=getattr(model, "packed_modules_mapping", {}),
             computed_weight=lambda module, width: _computed_weight(module, width, dtype),

@@ -8,50 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from tiny_models import random_batch, reference_log_probs, save_tiny, weights_of
+from safetensors.torch import load_file
+from tiny_models import (
+    random_batch,
+    reference_log_probs,
+    save_tiny,
+    weights_of,
+    with_pictures,
+)
 from world import run_world
 
 from ctrl_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from ctrl_megatron.models.safetensors_dir import PARTS_OF_STACKS
 
 FAMILIES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
-
-
-def with_pictures(text: Path, directory: Path, family: str) -> Path:
-    """The model ``text`` as its authors publish it: within another, experts in one tensor for each
-    layer, beside tensors for pictures and of a layer that predicts further tokens."""
-    tensors, stacks = {}, dict[str, list[torch.Tensor]]()
-    for name, tensor in load_file(text / "model.safetensors").items():
-        name = name.replace("model.", "model.language_model.", 1)
-        module, experts, own = name.partition(".experts.")
-        if not experts:
-            tensors[name] = tensor
-            continue
-        number, part = own.split(".", 1)
-        (leaf,) = [leaf for leaf, parts in PARTS_OF_STACKS.items() if part in parts]
-        stacks.setdefault(f"{module}.experts.{leaf}", []).append((part, int(number), tensor))
-    for name, found in stacks.items():
-        parts = PARTS_OF_STACKS[name.rpartition(".")[2]]
-        halves = [
-            torch.stack([t for p, n, t in sorted(found, key=lambda own: own[1]) if p == part])
-            for part in parts
-        ]
-        tensors[name] = torch.cat(halves, dim=1)
-    draw = torch.Generator().manual_seed(1)
-    for name, size in {
-        "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
-        "mtp.norm.weight": (5,),
-    }.items():
-        tensors[name] = torch.randn(size, generator=draw).bfloat16()
-    inner = json.loads((text / "config.json").read_text())
-    kind = inner.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
-    outer = {"model_type": family, "architectures": [kind], "text_config": inner}
-    outer |= {"vision_config": {"depth": 1}, "image_token_id": 7, "dtype": "float32"}
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(outer))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 def files(directory: Path) -> dict[str, torch.Tensor]:

@@ -177,6 +177,51 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def with_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors``, in which each expert has its own, with one of all experts of a layer."""
+    found = dict[str, torch.Tensor]()
+    parts_of = dict[str, list[tuple[str, int, torch.Tensor]]]()
+    for name, tensor in tensors.items():
+        module, _, own = name.partition(".experts.")
+        number, _, part = own.partition(".")
+        if not number.isdigit():
+            found[name] = tensor
+            continue
+        (leaf,) = [leaf for leaf, parts in PARTS_OF_STACKS.items() if part in parts]
+        stack = f"{module}.experts.{leaf}"
+        parts_of.setdefault(stack, []).append((part, int(number), tensor))
+    for name, owned in parts_of.items():
+        halves = [
+            torch.stack([t for p, _, t in sorted(owned, key=lambda own: own[1]) if p == part])
+            for part in PARTS_OF_STACKS[name.rpartition(".")[2]]
+        ]
+        found[name] = torch.cat(halves, dim=1)
+    return found
+
+
+def with_pictures(text: Path, directory: Path, family: str) -> Path:
+    """The model ``text`` as its authors publish it: within another, experts in one tensor for each
+    layer, beside tensors for pictures and of a layer that predicts further tokens."""
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in with_stacks(load_file(text / "model.safetensors")).items()
+    }
+    draw = torch.Generator().manual_seed(1)
+    for name, size in {
+        "model.visual.patch_embed.proj.weight": (4, 3, 2, 2, 2),
+        "mtp.norm.weight": (5,),
+    }.items():
+        tensors[name] = torch.randn(size, generator=draw).bfloat16()
+    inner = json.loads((text / "config.json").read_text())
+    kind = inner.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
+    outer = {"model_type": family, "architectures": [kind], "text_config": inner}
+    outer |= {"vision_config": {"depth": 1}, "image_token_id": 7, "dtype": "float32"}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(outer))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 MASK = VOCAB - 1
 _LLADA_KEYS = {
     **{"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},

@@ -13,15 +13,20 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ctrl_megatron.engine_kinds import EngineName
+from ctrl_megatron.engine_kinds import ENGINES, EngineName
 from ctrl_megatron.errors import UserError
-from ctrl_megatron.models.families import engine_mismatch_reason
+from ctrl_megatron.models.families import (
+    FAMILIES,
+    cpu_delta_net_obstacle,
+    engine_mismatch_reason,
+)
 from ctrl_megatron.models.hf_config import parse_model_shape, read_model_shape, read_shape
 from ctrl_megatron.models.rope import Llama3Scaling, Rope, engine_rope_mismatch, rope_frequencies
 from ctrl_megatron.models.rules import hf_shapes
 from ctrl_megatron.models.shape import (
     Dense,
     Experts,
+    GatedDeltaNet,
     GroupedQueryAttention,
     MaskedDiffusion,
     ModelShape,
@@ -761,6 +766,36 @@ def test_what_an_engine_does_not_read_is_named(engine: EngineName) -> None:
     for key, value in changes.items():
         found = engine_mismatch_reason(parse_model_shape({**plain, key: value}), engine)
         assert (key in found) if found else engine != "sglang"
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
+def test_an_engine_that_reads_no_layer_types_takes_attention_in_every_fourth_layer_alone(
+    engine: EngineName,
+) -> None:
+    for interval in (4, 2):
+        text = transformers.Qwen3_5TextConfig(num_hidden_layers=8, full_attention_interval=interval)
+        config = {**text.to_dict(), "architectures": ["Qwen3_5ForCausalLM"]}
+        found = engine_mismatch_reason(parse_model_shape(config), engine)
+        assert ("layer_types" in str(found)) == ((engine, interval) == ("sglang", 2))
+        assert found is None or engine == "sglang"
+
+
+def test_families_with_gated_delta_nets_are_known_to_the_engines() -> None:
+    known = {name for name, keys in ENGINES["sglang"].unread.items() if "layer_types" in keys}
+    assert known == {name for name, family in FAMILIES.items() if family.delta_net is not None}
+
+
+def test_what_kernels_for_gated_delta_nets_cannot_compute_on_a_cpu_is_named() -> None:
+    net = GatedDeltaNet(
+        key_heads=2, value_heads=4, key_dim=64, value_dim=128, kernel=4, by_head=False
+    )
+    narrow = replace(net, key_dim=32)
+    for dtype in ("bfloat16", "float32"):
+        assert cpu_delta_net_obstacle(narrow, "hf", dtype) is None
+        assert "use hf" in str(cpu_delta_net_obstacle(net, "sglang", dtype))
+        assert "linear_key_head_dim=32" in str(cpu_delta_net_obstacle(narrow, "vllm", dtype))
+    assert cpu_delta_net_obstacle(net, "vllm", "bfloat16") is None
+    assert "not in float32; use hf" in str(cpu_delta_net_obstacle(net, "vllm", "float32"))
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "fsdp"])

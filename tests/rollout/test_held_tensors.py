@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,10 +15,49 @@ from ctrl_megatron.rollout.held_tensors import Gather, RankExpertWeights, engine
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 STEM = "model.layers.3.mlp.experts"
+KEYS, VALUES = 8, 12
 
 
 class RoutedExperts(torch.nn.Module):
     """vLLM's layer, as far as it is read."""
+
+
+class LinearBase(torch.nn.Module):
+    """A rank's part of a linear layer."""
+
+    def __init__(self, weight: torch.Tensor, sizes: list[int] | None = None) -> None:
+        super().__init__()
+        self.input_size, self.output_sizes = weight.shape[-1], sizes
+        self.weight = torch.nn.Parameter(weight)
+
+
+class ColumnParallelLinear(LinearBase):
+    """One part, cut by rows."""
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several parts, each cut by rows."""
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """A rank's part of the engines' layer."""
+
+    def __init__(self, whole: dict[str, torch.Tensor], rank: int, ranks: int) -> None:
+        super().__init__()
+        self.key_dim, self.value_dim = KEYS, VALUES
+
+        def mine(tensor: torch.Tensor, *sizes: int) -> torch.Tensor:
+            parts = tensor.split(sizes or len(tensor))
+            return torch.cat([part.chunk(ranks)[rank] for part in parts])
+
+        blocks = (KEYS, KEYS, VALUES)
+        joined = torch.cat([whole["in_proj_qkv.weight"], whole["in_proj_z.weight"]])
+        self.in_proj_qkvz = MergedColumnParallelLinear(
+            mine(joined, *blocks, VALUES), [*blocks, VALUES]
+        )
+        self.conv1d = ColumnParallelLinear(mine(whole["conv1d.weight"], *blocks))
+        for name in ("A_log", "dt_bias"):
+            self.register_parameter(name, torch.nn.Parameter(mine(whole[name]).float()))
 
 
 class Meeting:
@@ -88,26 +128,27 @@ def by_expert(whole: dict[str, torch.Tensor], experts: int, order: list[int], ra
     return [RankExpertWeights(*piece) for piece in pieces]
 
 
-def read_back(held: list[RankExpertWeights]) -> dict[str, torch.Tensor]:
-    """HF name -> tensor, which every rank must have found alike and once."""
-    meeting = Meeting(len(held))
+def read_back(held: list[RankExpertWeights], **how: Any) -> dict[str, torch.Tensor]:
+    """HF name -> tensor of these experts."""
     model = torch.nn.ModuleDict({"routed_experts": RoutedExperts()})
     for part in reversed(STEM.split(".")):
         model = torch.nn.ModuleDict({part: model})
+    computed = [{"computed_experts": lambda module, own=own: own} for own in held]
+    return found_by_all([(model, {"fused": {}, **how, **own}) for own in computed], torch.float32)
+
+
+def found_by_all(
+    ranks: list[tuple[torch.nn.Module, dict[str, Any]]], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """HF name -> tensor, which every rank must have found alike and once."""
+    meeting = Meeting(len(ranks))
 
     def on(rank: int) -> list[tuple[str, torch.Tensor]]:
-        return list(
-            engine_hf_tensors(
-                model,
-                torch.float32,
-                gather=meeting.of(rank),
-                fused={},
-                computed_experts=lambda module: held[rank],
-            )
-        )
+        model, how = ranks[rank]
+        return list(engine_hf_tensors(model, dtype, gather=meeting.of(rank), **how))
 
-    with ThreadPoolExecutor(len(held)) as pool:
-        first, *others = pool.map(on, range(len(held)))
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        first, *others = pool.map(on, range(len(ranks)))
     found = dict(first)
     assert len(found) == len(first)
     for other in others:
@@ -136,6 +177,35 @@ def test_every_number_of_an_expert_is_read_once_however_ranks_share_it(
     found = read_back(held)
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    stacks = read_back(held, stacked=True)
+    each = [[whole[f"{STEM}.{e}.{name}.weight"] for name in NAMES] for e in range(len(whole) // 3)]
+    assert torch.equal(
+        stacks.pop(f"{STEM}.gate_up_proj"), torch.stack([torch.cat(own[:2]) for own in each])
+    )
+    assert torch.equal(stacks.pop(f"{STEM}.down_proj"), torch.stack([own[2] for own in each]))
+    assert not stacks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("projections", [["in_proj_qkv", "in_proj_z"], ["in_proj_qkvz"]])
+def test_a_gated_delta_net_is_read_in_the_parts_that_the_files_have(
+    ranks: int, projections: list[str]
+) -> None:
+    shapes = {
+        **{"in_proj_qkv.weight": (2 * KEYS + VALUES, 5), "in_proj_z.weight": (VALUES, 5)},
+        **{"conv1d.weight": (2 * KEYS + VALUES, 1, 4), "A_log": (4,), "dt_bias": (4,)},
+    }
+    whole = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    how = {"fused": {"in_proj_qkvz": projections}}
+    found = found_by_all(
+        [(GatedDeltaNet(whole, rank, ranks), how) for rank in range(ranks)], torch.bfloat16
+    )
+    if len(projections) == 1:
+        halves = [whole.pop(f"in_proj_{part}.weight") for part in ("qkv", "z")]
+        whole["in_proj_qkvz.weight"] = torch.cat(halves)
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
 def test_the_names_are_the_familys() -> None:

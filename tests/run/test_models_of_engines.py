@@ -57,6 +57,32 @@ def test_adapters_on_experts_go_alone_to_engines_that_compute_them(folder: Path)
         check_model_files(load_config(None, [*vllm, key], "none"), "rl")
 
 
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+def test_engines_without_kernels_for_gated_delta_nets_are_refused_on_a_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    net = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 16}
+    net |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "full_attention_interval": 4}
+    kind = {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+    write_model(folder / "actor", **kind, **net, num_hidden_layers=4)
+    base = ["actor_rollout_ref.model.path=actor", f"actor_rollout_ref.actor.strategy={strategy}"]
+
+    def check(*keys: str) -> None:
+        check_model_files(load_config(None, [*base, *keys], "none"), "rl")
+
+    monkeypatch.setattr("ctrl_megatron.run.checks.models.visible_gpus", lambda: 0)
+    single = f"{ROLLOUT}dtype=float32"
+    check(f"{ROLLOUT}name=vllm")
+    check(f"{ROLLOUT}name=hf", single)
+    with pytest.raises(UserError, match=r"rollout\.name: actor: .* in bfloat16 only.*use hf"):
+        check(f"{ROLLOUT}name=vllm", single)
+    with pytest.raises(UserError, match=r"rollout\.name: actor: no published build.*use hf"):
+        check(f"{ROLLOUT}name=sglang")
+    monkeypatch.setattr("ctrl_megatron.run.checks.models.visible_gpus", lambda: 1)
+    check(f"{ROLLOUT}name=vllm", single)
+    check(f"{ROLLOUT}name=sglang")
+
+
 def test_a_reference_may_have_weights_in_8_bits_and_an_actor_may_not(folder: Path) -> None:
     block = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     write_model(folder / "actor", **CUT)

@@ -16,7 +16,7 @@ from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.data.tokens import MEANING, TextCodec, first_different_part, tokenizer_parts
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import UserError, convert_input_errors, raise_all
-from ctrl_megatron.models.families import engine_mismatch_reason
+from ctrl_megatron.models.families import cpu_delta_net_obstacle, engine_mismatch_reason
 from ctrl_megatron.models.fp8 import BLOCK, misaligned_part_widths
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import adapts_experts, lora_of_config, shape_with_adapters
@@ -30,6 +30,7 @@ from ctrl_megatron.models.shape import (
     is_reward_model,
 )
 from ctrl_megatron.models.shards import check_split
+from ctrl_megatron.parallel.devices import visible_gpus
 from ctrl_megatron.parallel.layout import world_of_role, worlds_of
 from ctrl_megatron.rollout.denoising import DenoisingOptions
 from ctrl_megatron.rollout.engine import require_engine
@@ -314,10 +315,17 @@ def check_proxy(config: Config) -> TextCodec | None:
 
 
 def _check_engine(config: Config, purpose: Purpose, key: str, path: str, shape: AnyShape) -> None:
-    """UserError if the engine would compute another model than the trainer."""
-    if purpose == "sft" or key in _ROLES or not isinstance(shape, ModelShape):
+    """UserError if the engine cannot compute the model, or would compute another one than the
+    trainer."""
+    if purpose == "sft" or key in _ROLES:
         return
     engine = config.actor_rollout_ref.rollout.name
+    if shape.delta_net is not None and not visible_gpus():
+        dtype = config.actor_rollout_ref.rollout_dtype
+        if (obstacle := cpu_delta_net_obstacle(shape.delta_net, engine, dtype)) is not None:
+            raise UserError(f"{path}: {obstacle}", key="actor_rollout_ref.rollout.name")
+    if not isinstance(shape, ModelShape):
+        return
     difference = engine_rope_mismatch(shape.rope, engine, shape.max_position_embeddings)
     if difference is not None:
         raise UserError(f"the rope scaling of {path}/config.json: {difference}")
