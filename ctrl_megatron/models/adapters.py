@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -117,11 +119,15 @@ class Adapter(torch.nn.Module):
             param.sequence_parallel = sequence_parallel and whole  # type: ignore[attr-defined]
         matrix, places = ("B", up) if self._shares_down else ("A", down)
         numbers = {hf: n for n, hf in enumerate(dict.fromkeys(p.hf for p in places.pieces))}
-        names = dict.fromkeys(piece.hf for piece in weight.pieces)
-        self._blocks = len(weight.pieces) // len(names)
+        # A tensor in sections has neighbouring pieces.
+        runs = [
+            (hf, sum(piece.extent[-2] for piece in run))
+            for hf, run in groupby(weight.pieces, key=attrgetter("hf"))
+        ]
+        names = dict(runs)
+        self._blocks = len(runs) // len(names)
         self._parts = tuple(
-            _Rows(piece.extent[0], numbers.get(adapter_name(piece.hf, matrix)))
-            for piece in weight.pieces[: len(names)]
+            _Rows(rows, numbers.get(adapter_name(hf, matrix))) for hf, rows in runs[: len(names)]
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -35,19 +35,19 @@ falls."""
 def causal_convolution(u: torch.Tensor, weight: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     """silu of every channel's weighted sum over a token and those before it in its row.
 
-    u (T, C), weight (C, K) -> (T, C), all of one float dtype. The last column of ``weight`` is the
-    token's own; before a row there are zeros.
+    u (T, C), weight (C, K) -> (T, C), all of one float dtype, summed in float32 or wider. The last
+    column of ``weight`` is the token's own; before a row there are zeros.
     """
     before = _predecessors(layout, weight.shape[1] - 1, u.device)
     return _recomputed(_convolve, u, weight, before)
 
 
 def _convolve(u: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    padded = torch.cat([u, u.new_zeros((1, u.shape[1]))])
-    total = u * weight[:, -1]
+    padded, wide = torch.cat([u, u.new_zeros((1, u.shape[1]))]), weight.to(_wide(weight))
+    total = u * wide[:, -1]
     for distance, tokens in enumerate(before, start=2):
-        total = total + padded.index_select(0, tokens) * weight[:, -distance]
-    return F.silu(total)
+        total = total + padded.index_select(0, tokens) * wide[:, -distance]
+    return F.silu(total).to(u.dtype)
 
 
 @lru_cache(maxsize=8)
@@ -229,7 +229,7 @@ def _in_chunks(
     rows: PackedRows,
     initial: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = _wide(query)
     times = value.shape[1] // query.shape[1]
 
     def chunked(x: torch.Tensor) -> torch.Tensor:
@@ -272,6 +272,10 @@ def _in_chunks(
     found = torch.cat(out).transpose(1, 2).flatten(0, 1).index_select(0, rows.places)
     states = torch.cat([state, *reversed(final)]).index_select(0, rows.ranks)
     return found.to(value.dtype), states
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

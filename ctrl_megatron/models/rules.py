@@ -85,6 +85,7 @@ LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
 """The ends of the names of adapters' matrices."""
 _ADAPTER = ".adapter."
+_ROUTING = (".router.weight", ".mlp.gate.weight", "shared_experts.gate_weight")
 
 
 @lru_cache(maxsize=64)
@@ -187,9 +188,9 @@ def _with_adapters(base: Iterable[ParamRule], lora: Lora) -> Iterator[ParamRule]
 
 
 def _projection(rule: ParamRule, tensor: HfTensor) -> str | None:
-    """The last part of the name of the linear layer with this weight; None for other tensors and
-    for a router, whose choices adapters leave alone."""
-    if rule.part != "layer" or len(tensor.shape) != 2 or rule.megatron.endswith(".router.weight"):
+    """The last part of the name of the linear layer with this weight; None for other tensors, and
+    for routers and gates of experts, which adapters leave alone."""
+    if rule.part != "layer" or len(tensor.shape) != 2 or rule.megatron.endswith(_ROUTING):
         return None
     return tensor.name.split(".")[-2]
 

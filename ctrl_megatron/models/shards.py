@@ -96,6 +96,9 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
     sizes += [
         (("n_shared_experts x moe_intermediate_size", k.shared_width), tensor) for k in experts
     ]
+    if shape.delta_net is not None:
+        spread = ("tensor_model_parallel_size x context_parallel_size", tensor[1] * layout.context)
+        sizes += [(size, spread) for size in shape.delta_net.divisible_sizes.items()]
     for (what, size), (key, ranks) in sizes:
         if size % ranks:
             raise UserError(

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from adapting import random_adapters
 from safetensors.torch import load_file, save_file
-from tiny_models import random_batch, reference_log_probs, save_tiny
+from tiny_models import exact_models, gradient_bound, random_batch, reference_log_probs, save_tiny
 from torch.func import functional_call
 from world import run_world
 
@@ -84,19 +83,17 @@ def added(weights: dict[str, Any], name: str, delta: Any) -> dict[str, Any]:
 
 def expected(directory: Path, file: Path, batch: dict) -> tuple[torch.Tensor, dict[str, Any]]:
     """(log-probs with merged weights, gradients of ``workers.weighted_loss``), in float64."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float64, experts_implementation="eager"
-    )
-    model.requires_grad_(False)
     adapters = {n: t.double().requires_grad_() for n, t in load_file(file).items()}
-    weights = merged(dict(model.named_parameters()), adapters)
     width = batch["response_mask"].shape[1]
     log_probs = []
-    for ids, seen in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        own = functional_call(model, weights, (ids[seen][None],)).logits[0, :-1].log_softmax(-1)
-        row = own.gather(1, ids[seen][1:, None])[:, 0]
-        answer = int(seen[-width:].sum())
-        log_probs.append(torch.nn.functional.pad(row[len(row) - answer :], (0, width - answer)))
+    with exact_models() as load:
+        model = load(directory).requires_grad_(False)
+        weights = merged(dict(model.named_parameters()), adapters)
+        for ids, seen in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+            own = functional_call(model, weights, (ids[seen][None],)).logits[0, :-1].log_softmax(-1)
+            row = own.gather(1, ids[seen][1:, None])[:, 0]
+            answer = int(seen[-width:].sum())
+            log_probs.append(torch.nn.functional.pad(row[len(row) - answer :], (0, width - answer)))
     found = torch.stack(log_probs)
     mask = batch["response_mask"]
     loss = -(found * batch["advantages"] * mask).sum() / mask.sum()
@@ -105,11 +102,16 @@ def expected(directory: Path, file: Path, batch: dict) -> tuple[torch.Tensor, di
 
 
 def check(
-    tmp_path: Path, layouts: dict[str, Any], families: tuple[str, ...], **further: Any
+    tmp_path: Path,
+    layouts: dict[str, Any],
+    families: tuple[str, ...],
+    *,
+    layers: int = 4,
+    **further: Any,
 ) -> None:
     """All layouts against transformers, and the adapters after three steps against each other."""
     batch = random_batch(seed=3, group=3)
-    paths = {f: save_tiny(f, tmp_path / f) for f in families}
+    paths = {f: save_tiny(f, tmp_path / f, num_hidden_layers=layers) for f in families}
     lora = {"targets": further.get("targets", ("all-linear",))}
     lora |= {"shared_outer": further.get("shared_outer", False)}
     files = {
@@ -133,12 +135,12 @@ def check(
             out = tmp_path / name / family
             plain, _ = reference_log_probs(path, batch, temperature=1.0)
             again, _ = reference_log_probs(out / "merged", batch, temperature=1.0)
-            mask = batch["response_mask"]
+            mask, most = batch["response_mask"], gradient_bound(family, 4)
             for result in results:
-                assert (result[family]["on"] - log_probs)[mask].abs().max() < 1e-5, (name, family)
-                assert (result[family]["off"] - plain)[mask].abs().max() < 1e-5, (name, family)
+                assert (result[family]["on"] - log_probs)[mask].abs().max() < most, (name, family)
+                assert (result[family]["off"] - plain)[mask].abs().max() < most, (name, family)
             assert (log_probs - plain)[mask].abs().max() > 0.1
-            assert (again - log_probs)[mask].abs().max() < 1e-5
+            assert (again - log_probs)[mask].abs().max() < most
             found = load_file(out / "gradients" / "adapter_model.safetensors")
             assert found.keys() == unshared(gradients).keys()
             found |= {
@@ -148,14 +150,14 @@ def check(
             norm = torch.stack([g.norm() for g in gradients.values()]).norm()
             for one, grad in gradients.items():
                 # The second term is float32's rounding: keys' gradients nearly cancel.
-                gap, bound = (found[one] - grad).norm(), 1e-5 * grad.norm() + 1e-7 * norm
+                gap, bound = (found[one] - grad).norm(), most * grad.norm() + 1e-7 * norm
                 assert gap < bound, (name, family, one, float(gap), float(bound))
-            assert results[0][family]["step 0"]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+            assert results[0][family]["step 0"]["grad_norm"] == pytest.approx(float(norm), rel=most)
             after = load_file(out / "stepped" / "adapter_model.safetensors")
             first = stepped.setdefault(family, after)
             for one, tensor in first.items():
                 gap = (after[one] - tensor).norm() / tensor.norm()
-                assert gap < 1e-5, (name, family, one, float(gap))
+                assert gap < most, (name, family, one, float(gap))
 
 
 def test_adapters_are_merged_weights(tmp_path: Path) -> None:
@@ -299,6 +301,14 @@ def test_every_layout_adapts_experts_and_latent_attention(
     tmp_path: Path, families: tuple[str, ...], further: dict
 ) -> None:
     check(tmp_path, OF_EXPERTS, families, **further)
+
+
+@pytest.mark.long
+def test_every_layout_adapts_gated_delta_nets(tmp_path: Path) -> None:
+    layouts = {name: LAYOUTS[name] for name in ("tp2_sp", "pp2", "cp2")}
+    check(tmp_path, layouts, ("qwen3_5_text",), layers=2)
+    check(tmp_path / "experts", OF_EXPERTS, ("qwen3_next",), layers=2)
+    check(tmp_path / "fsdp", FSDP, ("qwen3_5_text",), layers=2, strategy="fsdp")
 
 
 @pytest.mark.long

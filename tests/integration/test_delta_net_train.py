@@ -27,9 +27,17 @@ LONG = pytest.mark.long
     [
         ("qwen3_5_text", "megatron", ()),
         pytest.param("qwen3_5_text", "fsdp", (), marks=LONG),
-        pytest.param("qwen3_5_moe_text", "megatron", ("expert_model_parallel_size=2",), marks=LONG),
+        pytest.param(
+            "qwen3_5_moe_text",
+            "megatron",
+            ("actor.megatron.expert_model_parallel_size=2",),
+            marks=LONG,
+        ),
         pytest.param("qwen3_5_moe_text", "fsdp", (), marks=LONG),
-        pytest.param("qwen3_next", "megatron", ("pipeline_model_parallel_size=2",), marks=LONG),
+        pytest.param("qwen3_5_text", "megatron", ("model.lora_rank=4",), marks=LONG),
+        pytest.param(
+            "qwen3_next", "megatron", ("actor.megatron.pipeline_model_parallel_size=2",), marks=LONG
+        ),
     ],
 )
 def test_ctrl_trains_agrees_with_its_engine_and_a_resume_equals_the_whole_run(
@@ -51,7 +59,7 @@ def test_ctrl_trains_agrees_with_its_engine_and_a_resume_equals_the_whole_run(
     chosen = (
         "actor_rollout_ref.rollout.name=hf",
         f"actor_rollout_ref.actor.strategy={strategy}",
-        *(f"actor_rollout_ref.actor.megatron.{key}" for key in extra),
+        *(f"actor_rollout_ref.{key}" for key in extra),
     )
 
     def trained(name: str, *keys: str) -> list[dict[str, float]]:

@@ -135,6 +135,15 @@ def test_states_are_wider_than_bfloat16() -> None:
     assert state.dtype is torch.float32 and float(state) == pytest.approx(1 - math.exp(-4.1), 1e-2)
 
 
+def test_the_convolution_of_bfloat16_is_rounded_once() -> None:
+    layout = build_packed_layout([(20, [30])])
+    u, weight = (torch.randn(size).bfloat16() for size in ((50, 8), (8, 4)))
+    exact = causal_convolution(u.double(), weight.double(), layout)
+    found = causal_convolution(u, weight, layout)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_convolution_reaches_into_the_prompt_and_no_further(
     groups: list[tuple[int, list[int]]],

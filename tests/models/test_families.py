@@ -393,6 +393,14 @@ def test_a_tensor_size_that_does_not_divide_is_named(
         check_split(shape, Layout(tensor=tensor))
 
 
+def test_the_heads_of_a_delta_net_divide_over_tensor_and_context_ranks() -> None:
+    _, shape = family("qwen3_5_text")
+    check_split(shape, Layout(tensor=2, context=2))
+    words = "linear_num_key_heads=4 .*tensor_model_parallel_size x context_parallel_size=6"
+    with pytest.raises(ValueError, match=words):
+        check_split(shape, Layout(tensor=2, context=3))
+
+
 @st.composite
 def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
     tensor, pipeline, virtual = (draw(st.integers(1, 3)) for _ in range(3))
