@@ -17,6 +17,12 @@ from world import run_world
 
 CLASSIFY = [family for family in ANY if family not in ("granite", "gemma3_text")]
 """Those of which transformers has token classification models."""
+OWN = [
+    family
+    for family, (config, _) in FAMILIES.items()
+    if config in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+]
+"""The same of the families that both strategies have."""
 
 
 def save_value_model(family: str, directory: Path, **dims: int) -> Path:
@@ -35,14 +41,14 @@ def save_value_model(family: str, directory: Path, **dims: int) -> Path:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("value_models")
-    return {family: save_value_model(family, root / family) for family in FAMILIES}
+    return {family: save_value_model(family, root / family) for family in OWN}
 
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directory of the model for layouts without pipeline stages (``layers_for``)."""
     root = tmp_path_factory.mktemp("shallow")
-    return {f: save_value_model(f, root / f, num_hidden_layers=2) for f in FAMILIES}
+    return {f: save_value_model(f, root / f, num_hidden_layers=2) for f in OWN}
 
 
 @torch.no_grad()

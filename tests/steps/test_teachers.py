@@ -77,7 +77,7 @@ class Codec:
 class Teacher:
     """Remembers the rows that it reads."""
 
-    shape = SimpleNamespace(max_position_embeddings=256)
+    shape = SimpleNamespace(max_position_embeddings=256, attention=None)
     rows: Any = None
 
     def teacher_pass(self, rows: Any, keys: Any, temperature: float, **_: Any) -> Any:
