@@ -403,8 +403,14 @@ _LLADA_NAMES = (
 _ROUTER_LOSS = ("output_router_logits", "router_aux_loss_coef")
 """Keys that change a loss that is not computed here."""
 
-_QWEN3_5_KEYS = frozenset(["mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"])
-"""They describe layers that predict further tokens."""
+_QWEN3_5_KEYS = frozenset(
+    [
+        # They describe layers that predict further tokens.
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+        # What they say is so in every model that transformers computes.
+        *("attn_output_gate", "output_gate_type", "mamba_ssm_dtype"),
+    ]
+)
 _DELTA_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 32768,
     "head_dim": 256,
@@ -449,8 +455,13 @@ _QWEN3_5_MOE = replace(
     delta_net=partial(_delta_net, by_head=False),
     stacked_experts=True,
     defaults={**_QWEN3_NEXT.defaults, "num_experts_per_tok": 8, "num_experts": 256},
-    keys=(_QWEN3_NEXT.keys - {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"})
-    | _QWEN3_5_KEYS,
+    keys=(_QWEN3_NEXT.keys - {"norm_topk_prob", "decoder_sparse_step"}) | _QWEN3_5_KEYS,
+    only={
+        "mlp_only_layers": (None, []),
+        "attn_output_gate": (None, True),
+        "output_gate_type": (None, "silu", "swish"),
+        "mamba_ssm_dtype": (None, "float32"),
+    },
 )
 _QWEN3_5 = replace(
     _QWEN3_5_MOE,

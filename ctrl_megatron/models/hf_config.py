@@ -170,7 +170,7 @@ def _of_language_model(config: dict[str, Any], family: Family, where: str) -> di
     inner = config.get(family.inner)
     if not isinstance(inner, dict):
         raise UserError(f"{where}: the object {family.inner!r} is missing")
-    for key in config.keys() - _OUTER:
+    for key in sorted(key for key in config.keys() - _OUTER if config[key]):
         raise UserError(f"{where}: {key}={config[key]!r} is not supported beside {family.inner}")
     tied = [bool(own.get("tie_word_embeddings", False)) for own in (config, inner)]
     if tied[0] != tied[1]:

@@ -275,6 +275,42 @@ EXPERTS = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v32": DEEPSEEK_V32,
 }
+DELTA_NET = {
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 16, "head_dim": 256, "hidden_act": "silu", "rms_norm_eps": 1e-06},
+    **{"full_attention_interval": 4, "max_position_embeddings": 262144, "attention_dropout": 0.0},
+    **{"num_key_value_heads": 2, "router_aux_loss_coef": 0.001, "use_cache": True},
+    **{"mlp_only_layers": [], "initializer_range": 0.02, "num_experts": 512},
+}
+QWEN3_NEXT = {
+    **{**DELTA_NET, "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
+    **{"decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5120},
+    **{"linear_num_value_heads": 32, "moe_intermediate_size": 512, "norm_topk_prob": True},
+    **{"num_attention_heads": 16, "num_experts_per_tok": 10, "num_hidden_layers": 48},
+    **{"output_router_logits": False, "partial_rotary_factor": 0.25, "rope_scaling": None},
+    **{"rope_theta": 10000000, "shared_expert_intermediate_size": 512, "vocab_size": 151936},
+    **{"tie_word_embeddings": False, "use_sliding_window": False, "torch_dtype": "bfloat16"},
+}
+QWEN35_397B = {
+    **{"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"},
+    **{"image_token_id": 248056, "video_token_id": 248057, "tie_word_embeddings": False},
+    **{"vision_end_token_id": 248054, "vision_start_token_id": 248053},
+    **{"language_model_only": False, "vision_config": {"depth": 27}},
+    "text_config": {
+        **{**DELTA_NET, "model_type": "qwen3_5_moe_text", "attn_output_gate": True},
+        **{"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 15},
+        **{"attention_bias": False, "dtype": "bfloat16", "eos_token_id": 248044},
+        **{"hidden_size": 4096, "linear_num_value_heads": 64, "moe_intermediate_size": 1024},
+        **{"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+        **{"num_attention_heads": 32, "num_experts_per_tok": 10, "num_hidden_layers": 60},
+        **{"shared_expert_intermediate_size": 1024, "vocab_size": 248320},
+        **{"mamba_ssm_dtype": "float32", "output_gate_type": "swish"},
+        "rope_parameters": {
+            **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10000000},
+            **{"partial_rotary_factor": 0.25, "rope_type": "default"},
+        },
+    },
+}
 DREAM = {
     **{key: value for key, value in QWEN25.items() if key != "rope_scaling"},
     **{"model_type": "Dream", "architectures": ["DreamModel"], "mask_token_id": 151666},
@@ -307,6 +343,39 @@ def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     if new["model_type"].startswith("qwen"):
         new["layer_types"] = ["full_attention"] * new["num_hidden_layers"]
     return new
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "delta", "last"),
+    [(QWEN3_NEXT, 79.7, 36, 47), (QWEN35_397B, 396.4, 45, 59)],
+    ids=["Qwen3-Next-80B-A3B", "Qwen3.5-397B-A17B"],
+)
+def test_published_models_with_gated_delta_nets_are_read(
+    config: dict[str, Any], billions: float, delta: int, last: int
+) -> None:
+    """As their authors count them, without pictures and further tokens."""
+    shape = parse_model_shape(config)
+    assert shape.delta_net is not None and len(shape.delta_layers) == delta
+    assert shape.attention_layers[-1] == last and shape.attention.rotary_width == 64
+    counted = sum(math.prod(size) for size in hf_shapes(shape).values())
+    assert counted / 1e9 == pytest.approx(billions, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attn_output_gate", False), ("output_gate_type", "none"), ("mlp_only_layers", [1])],
+)
+def test_what_no_class_of_transformers_computes_is_refused(key: str, value: Any) -> None:
+    inner = {**QWEN35_397B["text_config"], key: value}
+    with pytest.raises(UserError, match=f"{key}="):
+        parse_model_shape({**QWEN35_397B, "text_config": inner})
+
+
+def test_keys_beside_a_language_model_are_known_or_refused() -> None:
+    with pytest.raises(UserError, match="fused=1 is not supported beside text_config"):
+        parse_model_shape({**QWEN35_397B, "fused": 1})
+    with pytest.raises(UserError, match="tie_word_embeddings differs from that of text_config"):
+        parse_model_shape({**QWEN35_397B, "tie_word_embeddings": True})
 
 
 def test_every_number_of_a_published_model_is_read() -> None:
