@@ -131,6 +131,8 @@ ENGINES: Mapping[str, EngineKind] = {
             "qwen3_moe": ("tie_word_embeddings", "mlp_only_layers or decoder_sparse_step"),
             "mixtral": ("head_dim",),
             **dict.fromkeys(_WITH_DELTA_NETS, ("layer_types",)),
+            # It would start the whole model, with what reads pictures.
+            **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ("layer_types", "text_config alone")),
         },
         rotates_otherwise={
             "dynamic": "SGLang stretches a dynamic rope at every length, the trainer only beyond "

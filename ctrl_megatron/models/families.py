@@ -679,6 +679,7 @@ def engine_mismatch_reason(shape: ModelShape, engine: EngineName) -> str | None:
         # Without it attention is in every fourth layer.
         "layer_types": shape.delta_layers
         != tuple(n for n in range(shape.num_layers) if (n + 1) % 4),
+        "text_config alone": True,
     }
     if keys := [key for key in own.unread.get(shape.family, ()) if matters[key]]:
         able = " or ".join(name for name, kind in alike.items() if shape.family not in kind.unread)

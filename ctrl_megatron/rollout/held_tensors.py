@@ -6,6 +6,7 @@ Collective over tensor ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,12 @@ def _expert_tensors(
     for place, number in enumerate(numbers):
         for name, whole in wholes.items():
             yield f"{number}.{name}.weight", whole[place]
+
+
+def name_with_attention(own: str) -> str:
+    """The HF name of a tensor that SGLang calls ``own``: its layers of Qwen3.5 have the parts of
+    attention themselves."""
+    return re.sub(r"(\.layers\.\d+)\.([qkvo]_proj|[qk]_norm)\.", r"\1.self_attn.\2.", own)
 
 
 def _kinds(module: Any) -> set[str]:

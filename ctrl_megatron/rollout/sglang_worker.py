@@ -37,7 +37,12 @@ with garbage_collection_paused():
 
 from ctrl_megatron.models.offload import OffloadedTensors
 from ctrl_megatron.parallel.store import install_single_address_store
-from ctrl_megatron.rollout.held_tensors import HF_NAMES, RankExpertWeights, engine_hf_checksums
+from ctrl_megatron.rollout.held_tensors import (
+    HF_NAMES,
+    RankExpertWeights,
+    engine_hf_checksums,
+    name_with_attention,
+)
 from ctrl_megatron.rollout.sampling import (
     DRAWN_ROWS,
     inverse_sample,
@@ -206,8 +211,12 @@ def hf_checksums(
         fused=getattr(model, "packed_modules_mapping", FUSED),
         computed_experts=lambda module: rank_expert_weights(module, model.config),
     )
+    # Parameters of the module above.
+    twice = ".linear_attn.attn."
     return {
-        "checksums": found,
+        "checksums": {
+            name_with_attention(own): sums for own, sums in found.items() if twice not in own
+        },
         "per_gpu_checksum": "",
         "parallelism_info": self._parallelism_info(role=role).model_dump(),
     }

@@ -849,6 +849,13 @@ def test_an_engine_that_reads_no_layer_types_takes_attention_in_every_fourth_lay
         assert found is None or engine == "sglang"
 
 
+def test_an_engine_that_starts_whole_models_refuses_those_that_read_pictures() -> None:
+    shape = parse_model_shape(QWEN35_397B)
+    found = {name: engine_mismatch_reason(shape, name) for name in ("hf", "vllm", "sglang")}
+    assert found["hf"] is found["vllm"] is None
+    assert "SGLang does not read text_config alone; use vllm or hf" in str(found["sglang"])
+
+
 def test_families_with_gated_delta_nets_are_known_to_the_engines() -> None:
     known = {name for name, keys in ENGINES["sglang"].unread.items() if "layer_types" in keys}
     assert known == {name for name, family in FAMILIES.items() if family.delta_net is not None}

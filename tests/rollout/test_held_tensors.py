@@ -11,7 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctrl_megatron.rollout.held_tensors import Gather, RankExpertWeights, engine_hf_tensors
+from ctrl_megatron.rollout.held_tensors import (
+    Gather,
+    RankExpertWeights,
+    engine_hf_tensors,
+    name_with_attention,
+)
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 STEM = "model.layers.3.mlp.experts"
@@ -216,3 +221,16 @@ def test_the_names_are_the_familys() -> None:
         f"{STEM}.0.w3.weight": (2, 3),
         f"{STEM}.0.w2.weight": (3, 2),
     }
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ("model.layers.3.q_proj.weight", "model.layers.3.self_attn.q_proj.weight"),
+        ("model.layers.13.k_norm.weight", "model.layers.13.self_attn.k_norm.weight"),
+        *((name, name) for name in ("model.layers.3.self_attn.o_proj.weight", "lm_head.weight")),
+        ("model.layers.0.linear_attn.out_proj.weight",) * 2,
+    ],
+)
+def test_sglangs_attention_of_qwen35_gets_the_names_of_files(own: str, named: str) -> None:
+    assert name_with_attention(own) == named
