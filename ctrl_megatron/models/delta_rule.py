@@ -199,8 +199,8 @@ def continue_rows(
     ``initial``: the states (N, A, D, V) with which the rows begin, None for zeros. States are
     float32, or float64 where the tensors are.
     """
-    if given.query.is_cuda and importlib.util.find_spec("fla") is not None:
-        return _by_fla(given, rows, initial)
+    if given.query.is_cuda and (kernel := _fla_kernel()) is not None:
+        return _by_fla(kernel, given, rows, initial)
     return _recomputed(_in_chunks, *given, rows, initial)
 
 
@@ -284,19 +284,22 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _fla_kernel() -> Callable[..., Any]:
+def _fla_kernel() -> Callable[..., Any] | None:
+    """That of flash-linear-attention; None where it is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
     return chunk_gated_delta_rule
 
 
 def _by_fla(
-    given: DeltaTokens, rows: PackedRows, initial: torch.Tensor | None
+    kernel: Callable[..., Any], given: DeltaTokens, rows: PackedRows, initial: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``continue_rows`` by the kernel of flash-linear-attention."""
+    """``continue_rows`` by ``_fla_kernel``."""
     times = given.value.shape[1] // given.query.shape[1]
     q, k = (x.repeat_interleave(times, dim=1).unsqueeze(0) for x in (given.query, given.key))
-    out, states = _fla_kernel()(
+    out, states = kernel(
         q,
         k,
         given.value.unsqueeze(0),

@@ -639,6 +639,36 @@ FAMILIES: Mapping[str, Family] = {
 """``model_type`` -> family."""
 
 
+_OUTER = frozenset(
+    [
+        *("text_config", "vision_config", "architectures", "model_type", "dtype", "torch_dtype"),
+        *("transformers_version", "tie_word_embeddings", "image_token_id", "video_token_id"),
+        *("vision_start_token_id", "vision_end_token_id", "id2label", "label2id"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"),
+    ]
+)
+"""The keys of a model that reads pictures beside those of its language model."""
+
+
+def language_model_keys(config: HfConfig, family: Family, where: str) -> dict[str, Any]:
+    """The mapping of the language model within that of one that reads more than text. UserError
+    for keys beside it that are not known."""
+    inner = config.get(family.inner)
+    if not isinstance(inner, dict):
+        raise UserError(f"{where}: the object {family.inner!r} is missing")
+    for key in sorted(key for key in config.keys() - _OUTER if config[key]):
+        raise UserError(f"{where}: {key}={config[key]!r} is not supported beside {family.inner}")
+    tied = [bool(own.get("tie_word_embeddings", False)) for own in (config, inner)]
+    if tied[0] != tied[1]:
+        raise UserError(f"{where}: tie_word_embeddings differs from that of {family.inner}")
+    kept = {key: config[key] for key in _SHARED_KEYS & config.keys()}
+    return {"model_type": config["model_type"], **inner, **kept}
+
+
+_SHARED_KEYS = frozenset(["architectures", "id2label", "label2id", "quantization_config"])
+"""Keys that a file has outside of its language model's."""
+
+
 def left_out_names(config: HfConfig, where: str) -> re.Pattern[str]:
     """How the names of tensors begin that a directory with this ``config.json`` may have and that
     no model here has: those of layers that predict further tokens (multi-token prediction), and

@@ -9,7 +9,7 @@ from typing import Any
 
 from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.families import FAMILIES, Family
+from ctrl_megatron.models.families import FAMILIES, Family, language_model_keys
 from ctrl_megatron.models.fp8 import parse_weight_block_size
 from ctrl_megatron.models.hf_keys import positive_int, positive_number
 from ctrl_megatron.models.rope import parse_rope
@@ -114,7 +114,7 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         )
     family = FAMILIES[name]
     if family.inner:
-        config = _of_language_model(config, family, where)
+        config = language_model_keys(config, family, where)
     config = _in_usual_words(config, family, where)
     _refuse_unsupported(config, family, where)
     parse_weight_block_size(config, where)
@@ -152,35 +152,6 @@ def parse_model_shape(config: dict[str, Any], where: str = "config.json") -> Mod
         delta_layers=delta_layers,
         zero_centred_norms=family.zero_centred_norms,
     )
-
-
-_OUTER = frozenset(
-    [
-        *("text_config", "vision_config", "architectures", "model_type", "dtype", "torch_dtype"),
-        *("transformers_version", "tie_word_embeddings", "image_token_id", "video_token_id"),
-        *("vision_start_token_id", "vision_end_token_id", "id2label", "label2id"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"),
-    ]
-)
-"""The keys of a model that reads pictures beside those of its language model."""
-
-
-def _of_language_model(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The mapping of the language model within that of one that reads more than text."""
-    inner = config.get(family.inner)
-    if not isinstance(inner, dict):
-        raise UserError(f"{where}: the object {family.inner!r} is missing")
-    for key in sorted(key for key in config.keys() - _OUTER if config[key]):
-        raise UserError(f"{where}: {key}={config[key]!r} is not supported beside {family.inner}")
-    tied = [bool(own.get("tie_word_embeddings", False)) for own in (config, inner)]
-    if tied[0] != tied[1]:
-        raise UserError(f"{where}: tie_word_embeddings differs from that of {family.inner}")
-    kept = {key: config[key] for key in _SHARED_KEYS & config.keys()}
-    return {**inner, **kept, "model_type": config["model_type"]}
-
-
-_SHARED_KEYS = frozenset(["architectures", "id2label", "label2id", "quantization_config"])
-"""Keys that a file has outside of its language model's."""
 
 
 def _in_usual_words(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:

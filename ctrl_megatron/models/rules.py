@@ -288,7 +288,6 @@ def _delta_net(
         return
     own, theirs = "self_attention", "linear_attn"
     values, width = delta.value_heads, delta.value_width
-    qkv = HfTensor(f"{theirs}.in_proj_qkv", (sum(delta.sections), hidden), delta.sections)
     if delta.by_head:
         projections = [
             HfTensor(f"{theirs}.in_proj_qkvz", (sum(delta.sections) + width, hidden)),
@@ -297,7 +296,7 @@ def _delta_net(
     else:
         sizes = {"z": width, "b": values, "a": values}
         projections = [
-            qkv,
+            HfTensor(f"{theirs}.in_proj_qkv", (sum(delta.sections), hidden), delta.sections),
             *(HfTensor(f"{theirs}.in_proj_{x}", (size, hidden)) for x, size in sizes.items()),
         ]
 

@@ -85,8 +85,7 @@ def check_split(shape: ModelShape, layout: Layout) -> None:
         )
     tensor = ("tensor_model_parallel_size", layout.tensor)
     expert_tensor = ("expert_tensor_parallel_size", layout.expert_tensor_ranks)
-    mixers = {kind.mixer for kind in shape.layer_kinds}
-    sizes = [(size, tensor) for mixer in mixers for size in mixer.divisible_sizes.items()]
+    sizes = [(size, tensor) for size in shape.attention.divisible_sizes.items()]
     for kind in shape.layers_by_kind:
         ranks = expert_tensor if isinstance(kind, Experts) else tensor
         sizes += [(size, ranks) for size in kind.divisible_sizes.items()]

@@ -19,7 +19,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ctrl_megatron.errors import UserError, read_json
-from ctrl_megatron.models.families import FAMILIES
+from ctrl_megatron.models.families import FAMILIES, language_model_keys
 from ctrl_megatron.models.hf_keys import require_even_rotary_width, require_multiple
 from ctrl_megatron.models.shape import (
     GroupedQueryAttention,
@@ -64,7 +64,7 @@ def _shape(text: str, where: str) -> TransformersShape:
     family = str(keys.get("model_type"))
     known = FAMILIES.get(family)
     if known is not None and known.inner:
-        keys = {**keys[known.inner], "architectures": keys.get("architectures")}
+        keys = language_model_keys(keys, known, where)
         text = json.dumps(keys, sort_keys=True)
     if family not in transformers.CONFIG_MAPPING:
         why = (

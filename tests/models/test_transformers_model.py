@@ -69,6 +69,7 @@ def test_names_of_tokens_and_files_do_not_distinguish_models(tmp_path: Path) -> 
         (LLAMA, {"model_type": "Dream"}, "does not have it; set .*strategy=megatron"),
         (transformers.ViTConfig(), {}, "no language model of type 'vit'; name a language model"),
         (transformers.Gemma3Config(), {}, "'gemma3' reads more than text; name a text model"),
+        (LLAMA, {"model_type": "qwen3_5"}, "the object 'text_config' is missing"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantised .*; name .* in bfloat16"),
         (transformers.MambaConfig(num_hidden_layers=1), {}, "is missing; name a language model"),
         (LLAMA, {"hidden_size": "wide"}, "transformers refuses it: .*hidden_size"),
