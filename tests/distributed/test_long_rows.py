@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_masked_diffusion import SHIFTED
 from test_policy import LAYOUTS, ranks
 from tiny_models import (
+    DELTA_FAMILIES,
     EXPERTS,
     FAMILIES,
     llada_name,
@@ -39,6 +40,9 @@ MODEL = {"num_hidden_layers": 2, "vocab_size": VOCAB, "max_position_embeddings":
 LIMIT = 1e-5
 """The largest error of a log-prob or an entropy, and of a gradient relative to its norm, twice as
 large as float32's rounding makes."""
+STATES = 2e-5
+"""The same of log-probs with gated delta nets, which for the longest rows transformers in float32
+has 1.4e-5 away from float64."""
 LONGER: dict[str, dict[str, Any]] = {"deepseek_v32": {"index_topk": 4096}}
 LONG = {"seed": 55, "rows": 4, "group": 2, "prompt": 400, "response": 400}
 """Rows of 207 to 742 tokens."""
@@ -67,11 +71,11 @@ def long_batch(size: dict[str, int], *, holes: bool) -> dict:
 
 
 def assert_equal_values(
-    found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor], model: str
+    found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor], model: str, limit: float = LIMIT
 ) -> None:
     for ours, theirs in zip(found, exact, strict=True):
         gap = float((ours - theirs.detach()).abs().max())
-        assert gap <= LIMIT, (model, gap)
+        assert gap <= limit, (model, gap)
 
 
 @every_size
@@ -101,7 +105,8 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     for family, path in models.items():
         exact = reference_log_probs(path, batch, 0.7)
         for result in results:
-            assert_equal_values(result["parity"][family], exact, family)
+            limit = STATES if family in DELTA_FAMILIES else LIMIT
+            assert_equal_values(result["parity"][family], exact, family, limit)
         theirs = reference_gradients(path, batch, tmp_path / "theirs" / family)
         gradients = weights_of(theirs)
         for way in ("shared", "apart"):

@@ -114,6 +114,11 @@ EXPERTS = {
         },
     ),
 }
+DELTA_FAMILIES = {
+    family
+    for family, (_, extra) in {**FAMILIES, **EXPERTS}.items()
+    if "linear_num_key_heads" in extra
+}
 INDEXER = ".self_attn.indexer."
 """In the names of tensors with which only transformers computes (``deepseek_v32``)."""
 
@@ -124,8 +129,7 @@ def gradient_bound(family: str, layers: int) -> float:
     The norm behind a gated delta net divides by what a row's first tokens read, which may be next
     to nothing: in four layers transformers in float32 is as far from itself in float64.
     """
-    extra = {**FAMILIES, **EXPERTS}[family][1]
-    return 5e-5 if "linear_num_key_heads" in extra and layers > 2 else 1e-5
+    return 5e-5 if family in DELTA_FAMILIES and layers > 2 else 1e-5
 
 
 def layers_for(layout: dict) -> int:
