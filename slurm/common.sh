@@ -265,11 +265,10 @@ count_ranks() {
     --purpose "$purpose" --ranks "${overrides[@]}") || fail "wrong input, see above"
 }
 
-# pause SECONDS: a signal ends it.
+# pause SECONDS: a request to stop ends it within a second, also one that came just before it.
 pause() {
-  sleep "$1" &
-  wait $! || true
-  kill $! 2>/dev/null || true
+  local end=$((SECONDS + $1))
+  until [[ -n $stopping ]] || ((SECONDS >= end)); do sleep 1; done
 }
 
 # run_training NAME PROGRAM CONFIG PURPOSE [key=value ...]: the whole job; does not return.
@@ -316,7 +315,7 @@ run_training() {
     ((in_a_row <= ${MAX_RESTARTS:-2})) && machines_left || break
     say "the run has crashed (exit code $status); restart $in_a_row of at most ${MAX_RESTARTS:-2}" \
       "in a row, on ${#nodes[@]} machines"
-    [[ -n $stopping ]] || pause "${RESTART_SECONDS:-10}"
+    pause "${RESTART_SECONDS:-10}"
     [[ -z $stopping ]] || break
     export CTRL_RESTARTS=$restarts
   done
