@@ -1,9 +1,9 @@
 """The configuration: typed keys, YAML and overrides, checks, and environment variables."""
 
 from ctrl_megatron.config.actor_rollout_ref import (
-    COMPLETION_PIPELINES,
+    BUILT_IN_PIPELINES,
     COUPLED_GRPO_PIPELINE,
-    CTRL_PIPELINE,
+    CRITIQUE_PIPELINES,
     GRPO_PIPELINE,
     Actor,
 )
@@ -19,9 +19,9 @@ from ctrl_megatron.config.load import (
 from ctrl_megatron.config.schema import KEYS, Config
 
 __all__ = [
-    "COMPLETION_PIPELINES",
+    "BUILT_IN_PIPELINES",
     "COUPLED_GRPO_PIPELINE",
-    "CTRL_PIPELINE",
+    "CRITIQUE_PIPELINES",
     "GRPO_PIPELINE",
     "KEYS",
     "Actor",

@@ -44,6 +44,8 @@ policy."""
 
 CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 """The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
+CRITIQUE_PIPELINES = (None, CTRL_PIPELINE, "ctrl_megatron.pipeline:ctrl_rounds_pipeline")
+"""The values for the built-in pipelines of critiques and revisions."""
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
 """The value of `dag.custom_pipeline_fn` for GRPO on completions."""
 COUPLED_GRPO_PIPELINE = "ctrl_megatron.pipeline:coupled_grpo_pipeline"
@@ -63,6 +65,8 @@ COMPLETION_PIPELINES = (
     *EPISODE_PIPELINES,
 )
 """The built-in pipelines of completions without critiques."""
+BUILT_IN_PIPELINES = (*CRITIQUE_PIPELINES, *COMPLETION_PIPELINES)
+"""The values for all pipelines of the package."""
 REVISIONS = Condition(
     ("dag.custom_pipeline_fn",),
     lambda pipeline: pipeline not in COMPLETION_PIPELINES,
@@ -87,10 +91,7 @@ _AUTOREGRESSIVE = Condition(
 )
 _MASKED = Condition(
     ("dag.custom_pipeline_fn",),
-    lambda pipeline: (
-        pipeline == COUPLED_GRPO_PIPELINE
-        or pipeline not in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
-    ),
+    lambda pipeline: pipeline == COUPLED_GRPO_PIPELINE or pipeline not in BUILT_IN_PIPELINES,
     "{0}=" + COUPLED_GRPO_PIPELINE,
 )
 ADAPTERS = Condition(

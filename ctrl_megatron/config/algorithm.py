@@ -297,9 +297,9 @@ class Reward:
 
     reward_funcs: tuple[str, ...] = ("critic",)
     """Functions whose weighted sum is the reward of a critique: critic (the pass rate of its
-    revision), delta (that less the first solution's), leak (1 for a critique that quotes tests or
-    the reference program), code, binary_code, code_format, ioi_code, soft_overlong_punishment,
-    module:function or FILE.py:function."""
+    revision), delta (that less the first solution's), echo_gain (that gain, weighted near 1), leak
+    (1 for a critique that quotes tests or the reference program), code, binary_code, code_format,
+    ioi_code, soft_overlong_punishment, module:function or FILE.py:function."""
     reward_weights: tuple[float, ...] = ()
     """One weight per reward function; empty for 1 each."""
     schedule: tuple[dict[str, Any], ...] = ()

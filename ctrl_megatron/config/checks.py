@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import (
+    BUILT_IN_PIPELINES,
     COMPLETION_PIPELINES,
     COUPLED_GRPO_PIPELINE,
-    CTRL_PIPELINE,
+    CRITIQUE_PIPELINES,
     ENVIRONMENT_PIPELINES,
     EPISODE_PIPELINES,
     POLICY_LOSSES,
@@ -43,7 +44,6 @@ _M = _A + "megatron."
 _LORA = "actor_rollout_ref.model.lora_rank"
 _P = "actor_rollout_ref.proxy."
 _PE = _P + "engine."
-_BUILT_IN = (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
 _GROUPED = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
 """Estimators whose baseline is the group."""
 
@@ -246,7 +246,7 @@ def _required(config: Config, purpose: Purpose) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    if config.dag.custom_pipeline_fn not in _BUILT_IN:
+    if config.dag.custom_pipeline_fn not in BUILT_IN_PIPELINES:
         # Its module may register names, which ``run.checks.rl`` checks.
         return
     named = {"algorithm.adv_estimator": ADV_ESTIMATORS, _A + "policy_loss": POLICY_LOSSES}
@@ -481,7 +481,7 @@ def _agents(config: Config) -> Iterator[str]:
         if family.proxy.kind == "agent1":
             yield f"{_P}kind=agent1 is the second policy, which the run lacks; set {key}"
         return
-    if config.dag.custom_pipeline_fn in _BUILT_IN:
+    if config.dag.custom_pipeline_fn in BUILT_IN_PIPELINES:
         yield (
             f"{key} adds a second policy, which only nodes of agent_group 1 use, and "
             f"dag.custom_pipeline_fn={_words(config.dag.custom_pipeline_fn)} has none; name a "
@@ -554,7 +554,7 @@ def _ahead(config: Config) -> Iterator[str]:
         yield f"{ahead}and algorithm.filter_groups draws until enough is there; turn one off"
     if algorithm.adv_estimator == "remax":
         yield f"{ahead}and remax's greedy baseline would come from other weights; choose another"
-    if config.dag.custom_pipeline_fn not in _BUILT_IN:
+    if config.dag.custom_pipeline_fn not in BUILT_IN_PIPELINES:
         yield f"{ahead}which only the built-in pipelines do; leave dag.custom_pipeline_fn unset"
 
 
@@ -594,7 +594,7 @@ def _objective(config: Config) -> Iterator[str]:
             "algorithm.adv_estimator=gae reads the values of a value model, which "
             "critic.enable=false turns off; leave critic.enable unset or choose another estimator"
         )
-    if estimator != "gae" and enable and config.dag.custom_pipeline_fn in _BUILT_IN:
+    if estimator != "gae" and enable and config.dag.custom_pipeline_fn in BUILT_IN_PIPELINES:
         yield (
             f"critic.enable=true trains a value model that algorithm.adv_estimator={estimator} "
             f"never reads; leave critic.enable unset or use adv_estimator=gae"
@@ -740,7 +740,7 @@ def _groups(config: Config) -> Iterator[str]:
             "algorithm.filter_groups replaces prompts whose greedy critique "
             "algorithm.adv_estimator=remax would need; turn it off or choose another estimator"
         )
-    is_ctrl = config.dag.custom_pipeline_fn in (None, CTRL_PIPELINE)
+    is_ctrl = config.dag.custom_pipeline_fn in CRITIQUE_PIPELINES
     if filtered and is_ctrl and "critic" not in config.reward.reward_funcs:
         yield (
             "algorithm.filter_groups looks at the critic's reward, which reward.reward_funcs "
@@ -818,7 +818,7 @@ def _reward(config: Config) -> Iterator[str]:
     yield from _tasks(config)
     yield from _reward_model(config)
     scored = config.dag.custom_pipeline_fn in ENVIRONMENT_PIPELINES
-    revised = [name for name in ("critic", "delta") if name in names]
+    revised = [name for name in ("critic", "delta", "echo_gain") if name in names]
     if revised and not config.writes_revisions and not scored:
         yield (
             f"reward.reward_funcs={list(names)} names {revised[0]}, the pass rate of a revision, "
@@ -826,10 +826,11 @@ def _reward(config: Config) -> Iterator[str]:
             "your own"
         )
     limited = config.reward.copying != "measure" and config.writes_revisions
-    paying = {"critic", "delta"} & {*names} or config.reward.transition.is_on
+    paying = {"critic", "delta", "echo_gain"} & {*names} or config.reward.transition.is_on
     if limited and not paying:
         yield (
-            f"reward.copying={config.reward.copying} limits what critic, delta and transition pay, "
+            f"reward.copying={config.reward.copying} limits what critic, delta, echo_gain and "
+            "transition pay, "
             f"which reward.reward_funcs={list(names)} does not name; add critic or leave it at "
             "measure"
         )

@@ -120,6 +120,7 @@ def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
         }
         yield _drawing("By difficulty", "pass@1 after revision", interval_svg(by_level))
     if max(len(r.curves) for r in results) > 2:
+        yield from _rounds_drawings(results)
         for name in _CURVES:
             points = {
                 r.critic: [(t, rates[name]) for t, rates in enumerate(r.curves) if name in rates]
@@ -135,6 +136,30 @@ def _drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
                     x_label="turn",
                 )
                 yield _drawing(f"{rate_in_words(name)} by turn", RATES[name], svg)
+
+
+def _rounds_drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:
+    """For every critic: what is right after each turn, with and without stops, and what single
+    rounds of as many tokens solve."""
+    labels = {
+        "pass@1": "all turns",
+        "stopped_pass@1": "stopped at correct",
+        "majority_of_n": "most of n single rounds",
+        "any_of_n": "any of n single rounds",
+    }
+    for result in results:
+        found = {
+            label: [(t, r[name]) for t, r in enumerate(result.curves) if name in r]
+            for name, label in labels.items()
+        }
+        known = {label: points for label, points in found.items() if len(points) > 1}
+        svg = curve_svg(
+            {label: [(t, rate.value) for t, rate in points] for label, points in known.items()},
+            bands={label: [_band(rate) for _, rate in points] for label, points in known.items()},
+            percent=True,
+            x_label="turn",
+        )
+        yield _drawing(f"Rounds: {result.critic}", "right programs, at equal tokens", svg)
 
 
 def _score_drawings(results: Sequence[CriticResult]) -> Iterator[Drawing]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from ctrl_megatron.eval.measures import (
     program_similarity,
 )
 from ctrl_megatron.eval.resampling import Cells, Statistic, ratio_of_columns, sum_into_cells
+from ctrl_megatron.eval.rounds import round_rates, single_rounds
 from ctrl_megatron.eval.scores import (
     SCORE_STATISTICS,
     Confidence,
@@ -40,6 +41,15 @@ RATES = {
     "delta_up": "share of all solutions that were wrong at first and are right now",
     "delta_down": "share of all solutions that were right at first and are wrong now",
     "stopped_pass@1": "solved where revising stops at the first critique that says correct",
+    "over_first_turn": "pass@1 minus that after the first turn, paired by problem",
+    "undone": "share of all solutions that the turn has made wrong",
+    "stopped_right": "share of chains whose first critique with correct, so far, is about a right "
+    "program",
+    "stopped_wrong": "the same of a wrong program",
+    "tokens": "tokens of a chain's critiques and revisions so far",
+    "majority_of_n": "solved by the program that most of n single rounds write, which cost no more "
+    "tokens than the turns",
+    "any_of_n": "solved by any of these: an upper bound that knows all tests",
     "time_limit_rate": "share of programs that ran into a time limit",
     "similarity": "how much of the draft a revision keeps, 1 for all",
     "valid_critique_rate": "share of critiques with a judgment",
@@ -71,7 +81,7 @@ Given = tuple[int, str, str, str]
 evaluation may have the same ids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticChains:
     """The judged chains of a critic, and the cells of every rate."""
 
@@ -88,6 +98,11 @@ class CriticChains:
     """Where the scores of first solutions come from."""
     cells: dict[tuple[int, str], Cells] = field(default_factory=dict)
     """Cells by turn and rate; all rates of ``JUDGED`` share the cells of "judgments"."""
+
+    @cached_property
+    def single_rounds(self) -> tuple[int, ...]:
+        """``rounds.single_rounds`` of all chains."""
+        return single_rounds([chain for chains in self.chains.values() for chain in chains])
 
     @property
     def judged_solutions(self) -> set[Given]:
@@ -195,7 +210,10 @@ def fill_rate_cells(played: CriticChains, ks: Sequence[int]) -> None:
     for (seed, problem), chains in played.chains.items():
         place = played.seeds.index(seed), played.problems.index(problem)
         for turn in range(len(chains[0]) + 1):
-            for name, values in _of_problem(chains, turn, ks).items():
+            of_turn = _of_problem(chains, turn, ks)
+            if turn and len(chains[0]) > 1:
+                of_turn |= _of_rounds(chains, turn, played.single_rounds[turn - 1])
+            for name, values in of_turn.items():
                 parts.setdefault((turn, name), []).append((*place, values))
     sizes = len(played.seeds), len(played.problems)
     played.cells.update({key: sum_into_cells(found, *sizes) for key, found in parts.items()})
@@ -247,6 +265,11 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
             columns[f"gain_after_{name}_judgment"] = [sum(changes), float(len(changes))]
     columns |= {name: [sum(v) / len(v), 1.0] for name, v in means.items() if v}
     return columns
+
+
+def _of_rounds(chains: Sequence[Chain], turn: int, n: int) -> dict[str, list[float]]:
+    rates = round_rates([chain[:turn] for chain in chains], n)
+    return {name: [sum(found) / len(found), 1.0] for name, found in rates.items() if found}
 
 
 def require_verdict(verdict: Verdict | None) -> Verdict:

@@ -112,6 +112,8 @@ class CriticResult:
     best_of: dict[int, dict[str, Estimate]]
     """n -> selector (``SELECTORS``) -> share of problems that the chosen one of n first solutions
     solves; empty where a problem has one first solution only."""
+    single_rounds: tuple[int, ...]
+    """The n of ``majority_of_n`` and ``any_of_n``, turn by turn."""
     confidence: Confidence
     """The kind of the scores."""
     reliability: tuple[tuple[float, float, int], ...]
@@ -207,6 +209,7 @@ def _result(
         per_problem=tuple(_per_problem(critic, mine)),
         other_rules=other_rules([chain[0] for chain in every], plan),
         best_of=_best_of(mine, scored, plan),
+        single_rounds=mine.single_rounds,
         confidence=mine.confidence,
         reliability=tuple(reliability(scored)),
         roc=tuple(roc_curve(scored)),

@@ -9,22 +9,23 @@ from ctrl_megatron.eval.pairwise import PAIR_RATES
 from ctrl_megatron.eval.rates import JUDGED, RATES, SCORED
 from ctrl_megatron.eval.resampling import Estimate
 from ctrl_megatron.eval.results import CriticResult
+from ctrl_megatron.eval.rounds import ROUNDS
 from ctrl_megatron.eval.scores import SCORES, SELECTORS
 from ctrl_megatron.metrics.display import format_number
 from ctrl_megatron.metrics.report.document import Table
 
-NUMBERS = ("critique_tokens", "revision_tokens")
+NUMBERS = ("critique_tokens", "revision_tokens", "tokens")
 """Rates that are numbers of tokens and not shares."""
 MAIN_RATES = (
     *("pass@1", "delta", "delta_up", "delta_down", "pass_rate", "stopped_pass@1"),
     *("time_limit_rate", "similarity"),
 )
 """Rates of the main table."""
-_CHANGES = ("delta", "gain_after_true_judgment", "gain_after_false_judgment")
+_CHANGES = ("delta", "over_first_turn", "gain_after_true_judgment", "gain_after_false_judgment")
 """Rates that are differences and have a sign."""
 _JUDGMENT_RATES = (
     *("valid_critique_rate", "judgment_accuracy", "judged_correct_rate", *JUDGED, *SCORED),
-    *_CHANGES[1:],
+    *_CHANGES[2:],
 )
 
 
@@ -52,6 +53,8 @@ def report_tables(
         listed.append(
             _rates_table("Judgments", f"{note}{_one_class(results)}", results, _JUDGMENT_RATES)
         )
+    if any(len(result.curves) > 2 for result in results):
+        listed.append(_rounds_table(results))
     if len(results) > 1:
         listed.append(_gains_table(results))
     if numbers := sorted({n for result in results for n in result.best_of}):
@@ -141,6 +144,31 @@ def _labelled_table(results: Sequence[CriticResult]) -> Table:
     ]
     head = ["critic", "answers", "right", *map(rate_in_words, (*names, *OTHER_RULES))]
     return Table("Labelled answers", f"{note}.", head, rows)
+
+
+def _rounds_table(results: Sequence[CriticResult]) -> Table:
+    names = ("pass@1", "over_first_turn", "undone", "stopped_pass@1", *ROUNDS[1:3])
+    compared = ("tokens", "majority_of_n", "any_of_n")
+    rows = [
+        [
+            *(result.critic, str(turn)),
+            *(rate_and_interval_text(rates.get(name), name) for name in names),
+            rate_and_interval_text(rates.get("tokens"), "tokens"),
+            str(result.single_rounds[turn - 1] or "-"),
+            *(rate_and_interval_text(rates.get(name), name) for name in compared[1:]),
+        ]
+        for result in results
+        if len(result.curves) > 2
+        for turn, rates in enumerate(result.curves)
+        if turn
+    ]
+    note = (
+        "After each turn, which criticises and revises what the turn before revised. Beside it, n "
+        "single rounds from the first solution, which cost no more tokens; without an n some first "
+        "solution has fewer chains (--samples)."
+    )
+    head = ["critic", "turn", *map(rate_in_words, names), "tokens", "n"]
+    return Table("Rounds", note, [*head, *map(rate_in_words, compared[1:])], rows)
 
 
 def _best_of_table(results: Sequence[CriticResult], numbers: Sequence[int]) -> Table:

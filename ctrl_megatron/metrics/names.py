@@ -68,6 +68,13 @@ METRICS: dict[str, Metric] = {
     "group/reward_minus_first": Metric(
         "reward minus the pass rate of the first solution", headline=True
     ),
+    "turn/N/share": Metric("critiques of turn N among all (ctrl_rounds_pipeline)"),
+    "turn/N/pass_rate_before": Metric("tests that the programs pass that turn N criticises"),
+    "turn/N/pass_rate_after": Metric("tests that the revisions of turn N pass"),
+    "turn/N/right": Metric("share of the revisions of turn N that pass every test"),
+    "turn/N/undone": Metric("share of right programs that turn N made wrong"),
+    "turn/N/called_right_rightly": Metric("share of critiques that say correct of a right program"),
+    "turn/N/called_right_wrongly": Metric("share of critiques that say correct of a wrong program"),
     "task/NAME/share": Metric(
         "share of the responses to rows of the task NAME, if there are several"
     ),
@@ -229,6 +236,10 @@ METRICS: dict[str, Metric] = {
     "val/unjudged": Metric("attempts that the sandbox failed to judge, which are left out"),
     "val/reward/NAME": Metric("the reward function NAME over completions (grpo_pipeline)"),
     "val/pass@K": Metric("share of rows that one of the K texts of rollout.val_kwargs.n solves"),
+    "val/turn/N/solved": Metric("share of chains that are right after turn N"),
+    "val/turn/N/stopped_solved": Metric(
+        "the same where revising stops at the first critique that says correct"
+    ),
     "val/episode_score": Metric("the score of episodes", headline=True),
     "val/episode_turns": Metric("answers of the model in an episode"),
     "val/NAME/RATE": Metric("RATE of the file NAME alone, where data.val_files has several"),

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ctrl_megatron.steps.guide_worker import DAGWorker
     from ctrl_megatron.steps.performance import step_performance
     from ctrl_megatron.steps.repair import repair_pipeline
+    from ctrl_megatron.steps.rounds import ctrl_rounds_pipeline
     from ctrl_megatron.steps.sample import (
         critique_columns,
         revision_columns,
@@ -81,6 +82,7 @@ __all__ = [
     "coupled_grpo_pipeline",
     "critique_columns",
     "ctrl_pipeline",
+    "ctrl_rounds_pipeline",
     "dapo_pipeline",
     "discover_and_split_parallel_paths",
     "draw_samples",
@@ -134,6 +136,7 @@ _LATER = {
         "guide.embodied",
     ),
     "repair_pipeline": "steps.repair",
+    "ctrl_rounds_pipeline": "steps.rounds",
 }
 """Name -> the module of this package that defines it."""
 

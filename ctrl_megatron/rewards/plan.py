@@ -13,7 +13,7 @@ from ctrl_megatron.errors import convert_input_errors
 from ctrl_megatron.rewards.grading import RetryPolicy
 from ctrl_megatron.rewards.registry import MODEL_REWARD, columns_read_by, reward_parameters
 
-OF_CRITIQUES = ("critic", "delta", "transition")
+OF_CRITIQUES = ("critic", "delta", "echo_gain", "transition")
 """Functions that read the verdict on a revision."""
 
 
@@ -75,10 +75,10 @@ class RewardPlan:
 def plan_rewards(config: Config, always: Sequence[str] | None = ()) -> RewardPlan:
     """The reward functions that the configuration turns on, and those that ``always`` names.
 
-    A function that only ``always`` names has weight 0, and so has ``critic`` where only ``delta``
-    or ``transition`` reads it. None for ``always`` says that no node of the pipeline asks reward
-    functions: the plan has at most the reward of a model. Raises ``UserError`` for an unknown name,
-    and for an import path that cannot be imported.
+    A function that only ``always`` names has weight 0, and so has ``critic`` where only a
+    function of ``OF_CRITIQUES`` reads it. None for ``always`` says that no node of the pipeline
+    asks reward functions: the plan has at most the reward of a model. Raises ``UserError`` for an
+    unknown name, and for an import path that cannot be imported.
     """
     reward, judged = config.reward, config.needs_reward_model
     if always is None:
@@ -163,7 +163,7 @@ def _options(config: Config, name: str, parameters: frozenset[str]) -> dict[str,
         configured = {
             key: value for key, value in asdict(reward.judge).items() if key in parameters
         }
-    elif name == "delta":
+    elif name in ("delta", "echo_gain"):
         configured = {"run_all_cases": reward.run_all_cases}
     given = {key: value for key, value in shared.items() if key in parameters}
     return {**given, **configured, **reward.reward_options.get(name, {})}

@@ -29,6 +29,7 @@ from ctrl_megatron.rewards.score_function import as_item_reward, is_score_functi
 from ctrl_megatron.rewards.shaping import (
     OVERLONG,
     DeltaReward,
+    EchoGain,
     JudgeGate,
     JudgeReward,
     SoftOverlongPunishment,
@@ -48,6 +49,7 @@ _FACTORIES: dict[str, Callable[..., Any]] = {
     "ioi_code": IoiCodeReward,
     **dict.fromkeys(OVERLONG, SoftOverlongPunishment),
     "delta": DeltaReward,
+    "echo_gain": EchoGain,
     "judge": JudgeReward,
     "leak": LeakReward,
     "judge_gate": JudgeGate,

@@ -1,7 +1,8 @@
 """Rewards that depend on more than the program: ``overlong`` on the length of the response,
-``judge`` on the critique's judgment, ``delta`` and ``transition`` on what the revision changed.
+``judge`` on the critique's judgment, ``delta``, ``echo_gain`` and ``transition`` on what the
+revision changed.
 
-The last three are for critics and not in the paper. CTRL (arXiv 2502.03492) rewards the revision
+The last four are for critics and not in the paper. CTRL (arXiv 2502.03492) rewards the revision
 only: it never checks that "Correct" or "Incorrect" is true, and it does not distinguish a repaired
 solution from one that was right before.
 """
@@ -135,6 +136,33 @@ class DeltaReward:
         return None if item.outcome.reward is None else item.outcome.reward - before
 
 
+class EchoGain:
+    """``echo_gain``: ln((1 - before + eta) / (1 - after + eta)), where ``after`` is the reward of
+    ``critic`` and ``before`` what the first solution would earn. The same gain counts more the
+    nearer it is to 1, the gains of a chain add up, and no change is 0.
+
+    Source: the saturation-aware gain of ECHO (arXiv 2601.06794), whose ``eta`` is not known. As
+    ``DeltaReward`` otherwise.
+    """
+
+    reads = ("pass_rate",)
+
+    def __init__(self, *, run_all_cases: bool = True, eta: float = 0.1) -> None:
+        if not (math.isfinite(eta) and eta > 0):
+            raise UserError(f"echo_gain needs a positive eta, got {eta}")
+        self._delta, self._eta = DeltaReward(run_all_cases=run_all_cases), eta
+
+    async def __call__(self, items: Sequence[RewardItem]) -> Rewards:
+        gains = await self._delta(items)
+        return [self._weighted(item, gain) for item, gain in zip(items, gains, strict=True)]
+
+    def _weighted(self, item: RewardItem, gain: float | None) -> float | None:
+        if gain is None or item.outcome is None or item.outcome.reward is None:
+            return None
+        left = 1 - item.outcome.reward + self._eta
+        return math.log((left + gain) / left)
+
+
 class TransitionReward:
     """``transition``: a value for each change from the first solution to the revision. A solution
     is right where it passes every test; the values (1, 1, 0, 0) are the paper's reward.
@@ -199,7 +227,7 @@ def first_pass_rate(row: Row) -> float:
     if row.pass_rate is None:
         raise UserError(
             f"{row.place or 'a row'}: row {row.id!r} has no pass_rate, which reward.judge, "
-            "reward.transition and the reward function delta compare with; judge the first "
+            "reward.transition, delta and echo_gain compare with; judge the first "
             "solutions (ctrl-synthesize) or leave these keys at 0"
         )
     return row.pass_rate

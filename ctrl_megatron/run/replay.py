@@ -40,8 +40,15 @@ from ctrl_megatron.run.session import Session, session
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxLimits
 from ctrl_megatron.steps.batch import data_rows_of, sample_sizes, tensor_fields
 from ctrl_megatron.steps.ctrl import judge_revisions
+from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
 from ctrl_megatron.steps.grpo import reward_completions
-from ctrl_megatron.steps.sample import REVISION_COLUMNS, Revision, Sample
+from ctrl_megatron.steps.sample import (
+    REVISION_COLUMNS,
+    TURN_COLUMNS,
+    CriticisedProgram,
+    Revision,
+    Sample,
+)
 from ctrl_megatron.steps.sampling import share_rows
 from ctrl_megatron.steps.worker import DAGWorker
 from ctrl_megatron.types import Completion
@@ -203,11 +210,14 @@ def _table(dump: Dump) -> PromptTable:
 
 def samples_of_rank(batch: TensorDict, groups: ProcessGroups, config: Config) -> list[int]:
     """The samples of the dump that this data rank computes: whole groups, shared as in training."""
-    sizes = [
-        dataclasses.replace(size, uid=size.uid.partition("/unjudged/")[0])
-        for size in sample_sizes(batch)
-    ]
+    sizes = [dataclasses.replace(size, uid=group_of_uid(size.uid)) for size in sample_sizes(batch)]
     return share_rows(sizes, groups, shared_prefix=config.shares_prefixes)
+
+
+def group_of_uid(uid: str) -> str:
+    """The uid that a sample's group was drawn with, which ``place_scores`` changes where the sample
+    has no reward."""
+    return uid.partition("/unjudged/")[0]
 
 
 def _gaps(
@@ -258,6 +268,8 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> StepComparis
     Raises UserError for a dump without rows or without texts that are rewarded.
     """
     judging: list[Any] = [node.run for node in graph.nodes.values() if node.is_async]
+    for node in graph.nodes.values():
+        judging += node.executable.judges if isinstance(node.executable, DynamicSampling) else []
     if not dump.rows:
         raise UserError(f"{dump.path} has no rows: the batch has no field {ROW_ID}")
     background = BackgroundLoop()
@@ -309,8 +321,9 @@ def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list
     texts_in = next((n for n in ("critique", "completion") if f"{prefix}{n}" in batch), None)
     if texts_in is None:
         return []
-    names = (texts_in, "valid", "judged_correct", *REVISION_COLUMNS)
+    names = (texts_in, "valid", "judged_correct", *REVISION_COLUMNS, *TURN_COLUMNS)
     columns = {n: batch[f"{prefix}{n}"].tolist() for n in names if f"{prefix}{n}" in batch}
+    uids = texts(batch["uid"])
     samples = []
     for i, row in enumerate(data_rows_of(train, batch)):
         one, revision = {name: values[i] for name, values in columns.items()}, None
@@ -321,10 +334,15 @@ def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list
                 failure=one["revision_failure"],
                 version=one["revision_version"],
             )
+        turns: dict[str, Any] = {}
+        if "turn" in one:
+            program = CriticisedProgram(text=one["program"]) if one["parent"] else None
+            turns = {"turn": int(one["turn"]), "parent": one["parent"], "program": program}
         # The length of a greedy critique is not rewarded.
         tokens = () if prefix else batch["responses"][i][batch["response_mask"][i]].tolist()
         samples.append(
             Sample(
+                uid=group_of_uid(uids[i]),
                 row_id=row.id,
                 task=row.task,
                 completion=Completion(
@@ -333,6 +351,7 @@ def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list
                 text=one[texts_in],
                 judgment=one["judged_correct"] if one.get("valid") else None,
                 revision=revision,
+                **turns,
             )
         )
     return samples

@@ -187,8 +187,13 @@ def tensor_fields(batch: TensorDict) -> dict[str, torch.Tensor]:
 
 def data_rows_of(table: PromptTable, batch: TensorDict) -> list[Row]:
     """The data row of every row of the batch (B), found by the column ``problem_id``, which holds
-    the row's id (``Row.id``)."""
-    return [table.row(row_id) for row_id in texts(batch["problem_id"])]
+    the row's id (``Row.id``), with the program that the row's critique is about."""
+    rows = [table.row(row_id) for row_id in texts(batch["problem_id"])]
+    if "sample" not in batch:
+        return rows
+    return [
+        sample.row_with_program(row) for sample, row in zip(samples_of(batch), rows, strict=True)
+    ]
 
 
 def number_or_none(value: torch.Tensor) -> float | None:

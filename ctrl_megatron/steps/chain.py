@@ -53,6 +53,9 @@ class FollowUp:
 
     without_judgment: bool = False
     """Whether critiques that contain no judgment are revised too."""
+    keeps_correct: bool = False
+    """Whether a program that its critique calls correct stays as it is, instead of being
+    revised."""
     judge: Callable[[RewardSum, Sample, Row], None]
     """Starts to judge a revised critique."""
 
@@ -60,10 +63,20 @@ class FollowUp:
         """(text that only an equal conversation has, the conversation that asks for a revision);
         None where the critique is not revised.
         """
-        if not (sample.is_revised or self.without_judgment):
+        if self._keeps(sample) or not (sample.is_revised or self.without_judgment):
             return None
         messages = revision_messages(row.attempt().problem, row.solution, sample.text)
         return json.dumps(messages), messages
+
+    def _keeps(self, sample: Sample) -> bool:
+        return self.keeps_correct and bool(sample.judgment) and sample.task == CRITIQUE
+
+    def without_request(self, sample: Sample, row: Row) -> Sample:
+        """The sample, for which the proxy is not asked; with its own program as the revision where
+        that is kept."""
+        if not self._keeps(sample):
+            return sample
+        return dataclasses.replace(sample, revision=Revision(text=row.solution))
 
     def begin_judging(self, worker: RolloutWorker, sample: Sample, row: Row) -> None:
         """Start to judge the revised critique, on the leader's event loop."""
@@ -83,8 +96,9 @@ class FollowUp:
 
     def _begin_revising(self, worker: RolloutWorker, sample: Sample, row: Row) -> None:
         if (request := self.revision_request_of(sample, row)) is None:
-            if sample.task != CRITIQUE:
-                self.begin_judging(worker, sample, row)
+            known = self.without_request(sample, row)
+            if known.revision is not None or known.task != CRITIQUE:
+                self.begin_judging(worker, known, row)
             return
         name, messages = request
         if name not in worker.pending:
@@ -159,8 +173,10 @@ def revise(
     _, answers = prepare_and_ask(worker, prepare, ask, f"{len(different)} revisions from the proxy")
     drawn = dict(zip(different, answers, strict=True))
     return [
-        sample if request is None else _with_revision(sample, drawn[request[0]])
-        for sample, request in zip(samples, requests, strict=True)
+        then.without_request(sample, row)
+        if request is None
+        else _with_revision(sample, drawn[request[0]])
+        for sample, row, request in zip(samples, rows, requests, strict=True)
     ]
 
 
@@ -213,16 +229,20 @@ async def judge(
     pairs = list(zip(samples, rows, strict=True))
     items = [sample.reward_item(row) for sample, row in pairs if sample.can_have_reward]
     known = iter(outcomes_of(await worker.score(items)))
-    names = (name for name in worker.reward_weights if name != MODEL_REWARD)
-    unknown = SampleRewards(total=None, rewards=dict.fromkeys(names))
 
     def outcome(sample: Sample) -> SampleRewards:
         if sample.can_have_reward:
             return next(known)
         failure = sample.revision.failure if sample.revision else ""
-        return dataclasses.replace(unknown, detail=failure or _LEFT_OUT)
+        return unknown_rewards(worker, failure or _LEFT_OUT)
 
     return [dataclasses.replace(sample, outcome=outcome(sample)) for sample in samples]
+
+
+def unknown_rewards(worker: RolloutWorker, detail: str) -> SampleRewards:
+    """The outcome of a sample without rewards, because of ``detail``."""
+    names = (name for name in worker.reward_weights if name != MODEL_REWARD)
+    return SampleRewards(total=None, rewards=dict.fromkeys(names), detail=detail)
 
 
 def count_failures(worker: RolloutWorker, samples: Sequence[Sample]) -> None:

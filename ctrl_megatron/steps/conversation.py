@@ -67,11 +67,19 @@ def validate_critiques(worker: RolloutWorker) -> dict[str, float]:
     of the rates. With several validation files, each has rates of its own too. Collective.
     """
     assert worker.validation is not None
+    turns = validated_turns(worker, 1)
+    return rates_by_set(worker.validation.sets, [(t.attempt, t) for t in turns], validation_rates)
+
+
+def validated_turns(worker: RolloutWorker, turns: int) -> list[Turn]:
+    """The chains of so many ``turns`` for every validation row, as ``rollout.val_kwargs`` say.
+    Collective."""
     keys = worker.config.actor_rollout_ref.rollout.val_kwargs
     draws = {"temperature": keys.temperature, "top_p": keys.top_p, "top_k": keys.top_k}
-    plan = ChainPlan(samples=keys.n, **draws) if keys.temperature else ChainPlan()
-    turns = run_conversations(worker, plan, critic="", seed=0)
-    return rates_by_set(worker.validation.sets, [(t.attempt, t) for t in turns], validation_rates)
+    plan = ChainPlan(turns=turns)
+    if keys.temperature:
+        plan = ChainPlan(samples=keys.n, turns=turns, **draws)
+    return run_conversations(worker, plan, critic="", seed=0)
 
 
 def run_conversations(

@@ -158,6 +158,8 @@ def critique_judgment_metrics(critiques: Sequence[tuple[Sample, Row]]) -> dict[s
     """
     named, exact = [], []
     for sample, row in critiques:
+        if sample.program is not None:
+            continue  # whose fault the columns do not know
         wrong, right = row.extra.get("wrong"), row.extra.get("right")
         if isinstance(wrong, str) and isinstance(right, str) and wrong:
             quotes = [f"`{text}`" in sample.text for text in (wrong, right)]

@@ -59,7 +59,7 @@ from ctrl_megatron.rewards.items import LARGEST_REWARD
 from ctrl_megatron.rewards.registry import MODEL_REWARD, raise_no_rewards
 from ctrl_megatron.steps.ahead import begin_draws_ahead, report_staleness
 from ctrl_megatron.steps.batch import data_rows_of, fields_of_samples, samples_of, tensor_fields
-from ctrl_megatron.steps.chain import TRAINED, judge, revise, with_decoded_text
+from ctrl_megatron.steps.chain import TRAINED, FollowUp, judge, revise, with_decoded_text
 from ctrl_megatron.steps.conversation import validate_critiques
 from ctrl_megatron.steps.critique_report import (
     critique_examples,
@@ -89,6 +89,7 @@ from ctrl_megatron.steps.model_reward import (
 from ctrl_megatron.steps.routes import with_engine_routes
 from ctrl_megatron.steps.sample import (
     REVISION_COLUMNS,
+    Sample,
     critique_columns,
     revision_columns,
     reward_columns,
@@ -357,11 +358,15 @@ def generate_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
     """From ``row`` (positions of the global batch) to the batch of this data rank's critiques, with
     ``critique_columns``.
     """
-    drawn = draw_samples(
-        worker, **draw_arguments(worker, batch), on_completion=TRAINED.revision_listener(worker)
-    )
-    samples = [with_decoded_text(worker, sample) for sample in drawn]
+    samples = draw_critiques(worker, batch, TRAINED)
     return node_output_of_samples(worker, samples, measure_critiques, critique_columns)
+
+
+def draw_critiques(worker: DAGWorker, batch: TensorDict, then: FollowUp) -> list[Sample]:
+    """This data rank's critiques of first solutions, which ``then`` follows. Collective."""
+    listener = then.revision_listener(worker)
+    drawn = draw_samples(worker, **draw_arguments(worker, batch), on_completion=listener)
+    return [with_decoded_text(worker, sample) for sample in drawn]
 
 
 def begin_next_critiques(worker: DAGWorker, batch: TensorDict) -> NodeOutput:

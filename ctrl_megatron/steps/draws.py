@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ctrl_megatron.steps.sample import Group, Revision, Sample, SampleRewards, completion_from_state
+from ctrl_megatron.steps.sample import (
+    CriticisedProgram,
+    Group,
+    Revision,
+    Sample,
+    SampleRewards,
+    completion_from_state,
+)
 from ctrl_megatron.types import Completion
 
 
@@ -89,6 +96,7 @@ def _state(sample: Sample) -> dict[str, Any]:
 
 def _sample(state: dict[str, Any]) -> Sample:
     revision, outcome = state["revision"], state["outcome"]
+    program = state.get("program")
     return Sample(
         uid=state["uid"],
         row_id=state["problem_id"],
@@ -101,5 +109,8 @@ def _sample(state: dict[str, Any]) -> Sample:
         judgment=state["judgment"],
         revision=None if revision is None else Revision(**revision),
         outcome=None if outcome is None else SampleRewards(**outcome),
+        turn=state.get("turn", 1),
+        parent=state.get("parent", ""),
+        program=None if program is None else CriticisedProgram(**program),
         fields=state["fields"],
     )

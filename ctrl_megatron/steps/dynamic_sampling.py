@@ -60,6 +60,11 @@ class DynamicSampling:
         and ``makers`` make the batch's columns of these."""
         self._nodes, self._measure, self._makers = nodes, measure, makers
 
+    @property
+    def judges(self) -> list[NodeFunction[..., Any]]:
+        """The nodes that judge on the leader's event loop."""
+        return [one for one in self._nodes if inspect.iscoroutinefunction(one.function)]
+
     def __call__(self, worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """The step's batch of this data rank. Collective."""
         config, wanted = worker.config, worker.config.data.train_batch_size
@@ -127,10 +132,11 @@ class DynamicSampling:
 def dynamic_sampling(
     nodes: Sequence[NodeFunction[..., Any]], measure: Measure, makers: Sequence[ColumnMaker]
 ) -> NodeFunction[..., NodeOutput]:
-    """The node's function, which reads and uses what ``nodes`` do (``DynamicSampling``)."""
+    """The node's function, which reads, writes and uses what ``nodes`` do (``DynamicSampling``)."""
     reads = (*REWARD_MODEL, *(key for one in nodes for key in one.reads))
     uses: tuple[Service, ...] = tuple({used: None for one in nodes for used in one.uses})
-    written = (*DRAWN, "sample", "score", OF_REWARD_MODEL)
+    own = (name for one in nodes for name in one.writes or ())
+    written = tuple(dict.fromkeys((*DRAWN, "sample", "score", OF_REWARD_MODEL, *own)))
     declare = node(reads=reads, writes=written, uses=uses)
     return declare(DynamicSampling(nodes, measure, makers))
 

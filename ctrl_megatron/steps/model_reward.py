@@ -57,7 +57,7 @@ def with_model_rewards(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sam
     """
     if MODEL_REWARD not in worker.reward_weights:
         return [*samples]
-    rows = [worker.train.row(sample.row_id) for sample in samples]
+    rows = [sample.row_with_program(worker.train.row(sample.row_id)) for sample in samples]
     answers = [worker.codec.decode(sample.completion.token_ids) for sample in samples]
     found, _ = model_rewards_of_answers(worker, rows, answers)
     rewarded = []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ctrl_megatron.data.rows import CRITIQUE, Row
+from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.rewards import RewardItem, RewardOutcome, Scores
 from ctrl_megatron.types import Completion, VersionSpan
 
@@ -19,6 +20,8 @@ REVISION_COLUMNS = (
     *("revision", "revision_length", "revision_fits", "revision_failure", "revision_version"),
 )
 """The names of ``revision_columns``."""
+TURN_COLUMNS = ("turn", "parent", "program")
+"""The names of ``turn_columns``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,16 @@ class Revision:
     the critique has no reward."""
     version: str = ""
     """Version of the weights that drew it; empty without an answer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CriticisedProgram:
+    """What a critique is about, where that is a revision and not the row's first solution."""
+
+    text: str
+    pass_rate: float | None = None
+    """Share of the row's tests that it passes; None before it was judged, and where the judge
+    failed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +111,13 @@ class Sample:
     """None before the proxy was asked, and for a sample that is not revised."""
     outcome: SampleRewards | None = None
     """None before the sample was judged."""
+    turn: int = 1
+    """Number of the critique in its chain of critiques and revisions."""
+    parent: str = ""
+    """The critique whose revision this one is about: the uid of its group and its place in it, with
+    a slash between them. Empty in the first turn."""
+    program: CriticisedProgram | None = None
+    """That revision; None in the first turn."""
     fields: Fields = dataclasses.field(default_factory=dict)
     """Further columns of the batch, of a pipeline's own."""
 
@@ -121,6 +141,15 @@ class Sample:
     def can_have_reward(self) -> bool:
         """False where the sample has no reward, whatever a judge would say."""
         return self.revision is None or (self.revision.fits and not self.revision.failure)
+
+    def row_with_program(self, row: Row) -> Row:
+        """The data's ``row`` with the program that the critique is about, and its request."""
+        if (about := self.program) is None:
+            return row
+        prompt = critique_messages(row.attempt().problem, about.text)
+        return dataclasses.replace(
+            row, solution=about.text, pass_rate=about.pass_rate, prompt=tuple(prompt)
+        )
 
     def reward_item(self, row: Row) -> RewardItem:
         """The sample as the reward functions get it: a critique with its revision; of another task
@@ -170,6 +199,17 @@ def revision_columns(sample: Sample) -> Fields:
         "revision_fits": revision.fits,
         "revision_failure": revision.failure,
         "revision_version": revision.version,
+    }
+
+
+def turn_columns(sample: Sample) -> Fields:
+    """``turn``, ``parent`` and ``program`` (the text that the critique is about; empty for the
+    row's first solution) of ``Sample``."""
+    about = sample.program
+    return {
+        "turn": sample.turn,
+        "parent": sample.parent,
+        "program": "" if about is None else about.text,
     }
 
 

@@ -55,19 +55,19 @@ TEACHER_FIELDS = (
 
 @node(reads=DISTILLATION, needs=always("problem_id"), writes=("hint",), uses=("rewards",))
 async def write_feedback_hints(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
-    """``hint``: for every row what the teacher's prompt says about its first solution, which is
+    """``hint``: for every row what the teacher's prompt says about its program, which is
     judged by the row's tests; empty for a row without one, and where the judge failed. Runs beside
     the log-probs.
     """
     rows = data_rows_of(worker.train, batch)
-    asked = list({row.id: row for row in rows if row.task == CRITIQUE}.values())
-    verdicts = dict[str, Verdict | None]()
+    asked = list({(row.id, row.solution): row for row in rows if row.task == CRITIQUE}.values())
+    verdicts = dict[tuple[str, str], Verdict | None]()
     if asked:
         if worker.rewards is None:
             raise UserError("a node asks for verdicts of a run without rewards", key="reward")
         found = await worker.rewards.judge_solutions([row.solution for row in asked], asked)
         outcomes = zip(asked, found, strict=True)
-        verdicts = {row.id: outcome.verdict for row, outcome in outcomes}
+        verdicts = {(row.id, row.solution): outcome.verdict for row, outcome in outcomes}
     return _hint_column(worker, rows, verdicts)
 
 
@@ -78,10 +78,10 @@ def write_program_hints(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
 
 
 def _hint_column(
-    worker: DAGWorker, rows: Sequence[Row], verdicts: Mapping[str, Verdict | None]
+    worker: DAGWorker, rows: Sequence[Row], verdicts: Mapping[tuple[str, str], Verdict | None]
 ) -> NodeOutput:
     kind = worker.config.algorithm.distillation.hint
-    hints = [hint_of_row(kind, row, verdicts.get(row.id)) for row in rows]
+    hints = [hint_of_row(kind, row, verdicts.get((row.id, row.solution))) for row in rows]
     return NodeOutput(fields={"hint": NonTensorStack(*hints)})
 
 
@@ -196,14 +196,14 @@ def _teacher_prompts(
         return [prompt.tolist() for prompt in own]
     room = _longest_row(worker)
     most = room if keys.max_prompt_length is None else keys.max_prompt_length
-    encoded = dict[tuple[str, str], list[int]]()
+    encoded = dict[tuple[str, str, str], list[int]]()
     prompts = list[list[int] | None]()
     rows = data_rows_of(worker.train, batch)
     for row, hint, response in zip(rows, texts(batch["hint"]), responses, strict=True):
         if not hint:
             prompts.append(None)
             continue
-        name = (row.id, hint)
+        name = (row.id, row.solution, hint)
         if name not in encoded:
             messages = hint_messages(row.attempt().problem, row.solution, hint)
             encoded[name] = worker.codec.encode_chat(messages)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ctrl_megatron.config import (
-    COMPLETION_PIPELINES,
+    BUILT_IN_PIPELINES,
     COUPLED_GRPO_PIPELINE,
-    CTRL_PIPELINE,
     GRPO_PIPELINE,
     Config,
     Purpose,
@@ -102,7 +101,7 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
 def _check_kind(config: Config, key: str, path: str, shape: AnyShape) -> None:
     """UserError for a masked-diffusion model in RL of another kind, and the reverse."""
     pipeline, denoises = config.dag.custom_pipeline_fn, shape.diffusion is not None
-    built_in = pipeline in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES)
+    built_in = pipeline in BUILT_IN_PIPELINES
     others = (built_in and pipeline != COUPLED_GRPO_PIPELINE) or config.needs_value_model
     if denoises and others:
         raise UserError(

@@ -13,7 +13,7 @@ from ctrl_megatron.algorithms import (
     get_adv_estimator,
     reads_reward_parts,
 )
-from ctrl_megatron.config import COMPLETION_PIPELINES, CTRL_PIPELINE, Config
+from ctrl_megatron.config import BUILT_IN_PIPELINES, Config
 from ctrl_megatron.config.checks import estimator_is_loss_hint
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.keys import value_at_key
@@ -122,7 +122,7 @@ def configured_pipeline(config: Config) -> TaskGraph:
             f"none of its nodes has the role {NodeRole.DYNAMIC_SAMPLING.value}; turn it off, or "
             "add such a node (ctrl_pipeline(config) and grpo_pipeline(config) have one)"
         )
-    if reference not in (None, CTRL_PIPELINE, *COMPLETION_PIPELINES):
+    if reference not in BUILT_IN_PIPELINES:
         check_unread_keys(config, graph)
     return graph
 
