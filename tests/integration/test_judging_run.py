@@ -14,13 +14,13 @@ pytestmark = pytest.mark.timeout(900)
 
 STAGES = (
     "[{from_step: 1, weights: {critic: 0, judge: 1}}, "
-    "{from_step: 4, weights: {critic: 1, judge: 0.5}}]"
+    "{from_step: 3, weights: {critic: 1, judge: 0.5}}]"
 )
 JUDGING = (
     *("algorithm.adv_estimator=gdpo", "reward.judge.weight=0.5", "reward.judge.wrong=-1"),
     *("reward.judge.unreadable=-1", f"reward.schedule={STAGES}"),
-    *("actor_rollout_ref.ref.sync_at=[3]", "actor_rollout_ref.actor.use_kl_loss=true"),
-    *("algorithm.filter_groups.enable=false", "trainer.save_freq=3"),
+    *("actor_rollout_ref.ref.sync_at=[2]", "actor_rollout_ref.actor.use_kl_loss=true"),
+    *("algorithm.filter_groups.enable=false", "trainer.save_freq=2"),
 )
 
 
@@ -39,22 +39,20 @@ def lasting(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_stages_change_the_weights_and_a_resumed_run_is_exact(job: Job) -> None:
-    whole = run_forked(job, "judging_whole", steps=6, extra=JUDGING)
+    whole = run_forked(job, "judging_whole", steps=4, extra=JUDGING)
     assert whole.codes == (0, 0), whole.output[-8000:]
     found = metrics_of(job.folder / "judging_whole")
     for step, metrics in found.items():
         judge, critic = metrics["reward/judge"], metrics["reward/mean"]
-        total = judge if step < 4 else critic + 0.5 * judge
+        total = judge if step < 3 else critic + 0.5 * judge
         assert metrics["reward/total"] == pytest.approx(total, abs=1e-6), step
-    # The reference became the actor after step 3.
-    assert found[1]["actor/kl_to_reference"] == 0
-    assert found[3]["actor/kl_to_reference"] != 0
-    assert found[4]["actor/kl_to_reference"] == 0
-    assert found[6]["actor/kl_to_reference"] != 0
-    for steps in (3, 6):
+    # The reference became the actor after step 2.
+    moved = [found[step]["actor/kl_to_reference"] != 0 for step in (1, 2, 3, 4)]
+    assert moved == [False, True, False, True]
+    for steps in (2, 4):
         part = run_forked(job, "judging_parts", steps=steps, extra=JUDGING)
         assert part.codes == (0, 0), part.output[-8000:]
     again = metrics_of(job.folder / "judging_parts")
-    assert sorted(again) == [1, 2, 3, 4, 5, 6]
+    assert sorted(again) == [1, 2, 3, 4]
     for step in found:
         assert lasting(again[step]) == lasting(found[step]), step

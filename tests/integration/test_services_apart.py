@@ -39,13 +39,13 @@ def services_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.fixture(scope="module")
-def one_host(services_job: Job) -> Callable[[], list[dict[str, float]]]:
-    """The metrics of the same run where all of it is on one host."""
+def one_host(services_job: Job) -> Callable[[int], list[dict[str, float]]]:
+    """The metrics of so many steps of the same run where all of it is on one host."""
 
     @cache
-    def metrics() -> list[dict[str, float]]:
+    def metrics(steps: int) -> list[dict[str, float]]:
         settings = (*OWN_PROXY, "trainer.n_gpus_per_node=2")
-        run = run_forked(services_job, "together", steps=STEPS, extra=settings)
+        run = run_forked(services_job, f"together_{steps}", steps=steps, extra=settings)
         assert run.codes == (0, 0), run.output[-8000:]
         return [record["metrics"] for record in run.metrics()]
 
@@ -67,19 +67,19 @@ def assert_same(run: Run, wanted: list[dict[str, float]], steps: int) -> None:
 
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
 def test_hosts_for_engines_and_sandboxes_alone(
-    services_job: Job, one_host: Callable[[], list[dict[str, float]]], engine: str
+    services_job: Job, one_host: Callable[[int], list[dict[str, float]]], engine: str
 ) -> None:
     cache_size = (f"{_R}kv_cache_gib=0.2",) if engine == "vllm" else ()
     extra = (*APART, f"{_R}name={engine}", *cache_size)
     with services_job.launch(engine, steps=2, extra=extra, hosts=4, ranks=1, preloaded=True) as run:
         assert run.ends(SLOW) == 0, run.output()[-8000:]
     assert "rollout on ranks 2; sandbox on ranks 3" in run.output()
-    assert_same(run, one_host(), 2)
+    assert_same(run, one_host(2), 2)
 
 
 @pytest.mark.long
 def test_services_that_die_are_started_again_by_their_hosts(
-    services_job: Job, one_host: Callable[[], list[dict[str, float]]]
+    services_job: Job, one_host: Callable[[int], list[dict[str, float]]]
 ) -> None:
     with services_job.launch(
         "restarted", steps=STEPS, extra=APART, hosts=4, ranks=1, preloaded=True
@@ -95,7 +95,7 @@ def test_services_that_die_are_started_again_by_their_hosts(
             assert found, named
             found[0].kill()
         assert run.ends(SLOW) == 0, run.output()[-8000:]
-    assert_same(run, one_host(), STEPS)
+    assert_same(run, one_host(STEPS), STEPS)
     assert run.output().count("is started again (restart") == 2
     assert run.metrics()[-1]["metrics"]["engine/restarts"] >= 1
 
@@ -103,7 +103,7 @@ def test_services_that_die_are_started_again_by_their_hosts(
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_a_run_goes_on_after_each_kind_of_host_was_lost(
-    services_job: Job, one_host: Callable[[], list[dict[str, float]]]
+    services_job: Job, one_host: Callable[[int], list[dict[str, float]]]
 ) -> None:
     extra = (*APART, "trainer.save_freq=1")
     with services_job.launch(
@@ -119,7 +119,7 @@ def test_a_run_goes_on_after_each_kind_of_host_was_lost(
     for host in "123":
         named = rf"rank {host} on host host{host} (is lost|has not been heard of|died)"
         assert re.search(named, run.output()), run.output()[-8000:]
-    assert_same(run, one_host(), STEPS)
+    assert_same(run, one_host(STEPS), STEPS)
 
 
 def _of_host(run: Run, host: str) -> list[psutil.Process]:

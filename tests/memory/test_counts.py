@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +234,38 @@ PASSES = {
 }
 
 
+SECOND_CASES = frozenset(
+    {
+        *("two layers again", "sequence parallel, layers again", "wide, layers again"),
+        *("large vocabulary, float32", "experts, layers again", "experts over tensor ranks"),
+        *("experts over ranks that bound", "grouped experts that bound", "adapters, layers again"),
+        *("adapters over tensor ranks", "adapters of grouped experts"),
+        *("adapters of latent attention", "context ranks with all keys"),
+        *("experts over context ranks", "adapters over context ranks"),
+        *("value model over context ranks", "context ranks, latent attention"),
+    }
+)
+"""Cases that combine what others have apart, which only long runs of the tests measure."""
+
+
+def pass_parameters(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.long) if n in SECOND_CASES else n for n in names]
+
+
 @pytest.fixture(scope="module")
-def found_in_passes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    folder = tmp_path_factory.mktemp("passes")
-    found = measured.count("passes", list(PASSES.values()), folder=folder)
-    return dict(zip(PASSES, found, strict=True))
+def found_in_passes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], dict[str, int]]:
+    """What a case takes; those that are asked for in one run of the tests are measured together."""
+
+    @cache
+    def measure(second: bool) -> dict[str, dict[str, int]]:
+        names = [name for name in PASSES if (name in SECOND_CASES) is second]
+        folder = tmp_path_factory.mktemp("passes")
+        found = measured.count("passes", [PASSES[name] for name in names], folder=folder)
+        return dict(zip(names, found, strict=True))
+
+    return lambda name: measure(name in SECOND_CASES)[name]
 
 
 def pass_shape(given: dict[str, Any]) -> PassShape:
@@ -257,9 +286,11 @@ def pass_shape(given: dict[str, Any]) -> PassShape:
     )
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_passes_take_what_is_planned(found_in_passes: dict[str, dict[str, int]], name: str) -> None:
-    given, found = PASSES[name], found_in_passes[name]
+@pytest.mark.parametrize("name", pass_parameters(PASSES))
+def test_passes_take_what_is_planned(
+    found_in_passes: Callable[[str], dict[str, int]], name: str
+) -> None:
+    given, found = PASSES[name], found_in_passes(name)
     p = pass_shape(given)
     largest = largest_layer_parameter(p.shape, p.layout)
     kept, workspace = update_activations_and_workspace(p, pp=0, largest=largest)
@@ -272,19 +303,19 @@ def test_passes_take_what_is_planned(found_in_passes: dict[str, dict[str, int]],
 
 @pytest.mark.parametrize(
     "name",
-    [
+    pass_parameters(
         name
         for name, given in PASSES.items()
         # Without what is computed again: layers, and the logits of a large vocabulary.
         if not given["options"]
         and "vocab_size" not in given["shape"]
         and "pipeline" not in given["layout"]
-    ],
+    ),
 )
 def test_passes_compute_what_is_counted(
-    found_in_passes: dict[str, dict[str, int]], name: str
+    found_in_passes: Callable[[str], dict[str, int]], name: str
 ) -> None:
-    found, layout = found_in_passes[name], Layout(**PASSES[name]["layout"])
+    found, layout = found_in_passes(name), Layout(**PASSES[name]["layout"])
     counted = found["counted_flops"] / (layout.tensor * layout.context)
     assert counted == pytest.approx(found["flops"], rel=0.15)
 
