@@ -1,8 +1,8 @@
 """Two policies in one step: a solver writes programs, a critic criticises them, and both learn.
 
     ctrl-train-rl --nproc-per-node 2 --config FILE \
-        dag.custom_pipeline_fn=examples.two_agents:build agent1.model.path=DIRECTORY \
-        actor_rollout_ref.proxy.kind=agent1
+        dag.custom_pipeline_fn=examples.two_agents:build actor_rollout_ref.proxy.kind=agent1 \
+        policies.agent1.actor_rollout_ref.model.path=DIRECTORY
 
 The solver, agent 1, answers every problem several times, and its reward is the share of the tests
 that an answer passes. The critic, agent 0, criticises one wrong answer of every problem (the first
@@ -47,7 +47,8 @@ from ctrl_megatron.pipeline import (
 from ctrl_megatron.prompts import critique_messages, generation_messages
 
 CRITIC, SOLVER = 0, 1
-"""The numbers of the policies: ``actor_rollout_ref`` and ``agent1`` of the configuration."""
+"""The numbers of the policies: ``actor_rollout_ref`` and ``policies.agent1`` of the
+configuration."""
 
 
 def build(config: Config) -> TaskGraph:

@@ -142,11 +142,11 @@ def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
 
 def section_table(prefix: str, cls: type) -> str:
     """One group's heading, table and notes; ValueError for a key without a text."""
-    texts = field_texts(cls)
-    names = [n for n in typing.get_type_hints(cls) if f"{prefix}.{n}" in KEYS]
+    texts, inside = field_texts(cls), f"{prefix}." if prefix else ""
+    names = [n for n in typing.get_type_hints(cls) if inside + n in KEYS]
     if missing := [name for name in names if name not in texts]:
-        raise ValueError(f"{prefix}.{missing[0]} has no text below it in ctrl_megatron/config")
-    keys = [KEYS[f"{prefix}.{name}"] for name in names]
+        raise ValueError(f"{inside}{missing[0]} has no text below it in ctrl_megatron/config")
+    keys = [KEYS[inside + name] for name in names]
     shared, marks = _reading(keys)
     rows = []
     for name, key in zip(names, keys, strict=True):
@@ -160,11 +160,15 @@ def section_table(prefix: str, cls: type) -> str:
             texts[name],
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    purpose = " ".join((cls.__doc__ or "").split()).replace("``", "`")
+    purpose = " ".join((cls.__doc__ or "").split()).replace("``", "`") if prefix else ""
+    title = f"`{prefix}`" if prefix else "Keys without a group"
     above = [purpose, *(f"Every key of this table is read {text}." for text in shared)]
     legend = [f"{mark} {text}" for text, mark in marks.items() if mark != _SFT]
     head = "| key | type | default | range | read | meaning |\n|---|---|---|---|---|---|"
-    table = "\n".join((f"## `{prefix}`\n\n{' '.join(above)}\n\n{head}", *rows))
+    said = " ".join(filter(None, above))
+    table = "\n".join(
+        (f"## {title}\n\n{said}\n\n{head}" if said else f"## {title}\n\n{head}", *rows)
+    )
     return table + (f"\n\nRead: {'; '.join(legend)}.\n" if legend else "\n")
 
 

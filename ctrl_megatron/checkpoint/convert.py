@@ -203,7 +203,7 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
             f"{HF_FOLDER}/; give a directory like runs/NAME/checkpoints/global_step_N"
         )
     shape = read_shape(side, None)
-    if model == VALUE_FOLDER and not shape.value_head:
+    if model.endswith(VALUE_FOLDER) and not shape.value_head:
         shape = value_model_shape(shape)
     verify_in_one_process(checkpoint)
     adapters = read_adapter_description(folder)

@@ -58,6 +58,7 @@ from ctrl_megatron.parallel.groups import ProcessGroups, RankSet
 
 STATE_FILE = "trainer_state.json"
 POLICY_FOLDER, VALUE_FOLDER, REFERENCE_FOLDER = "policy", "value", "reference"
+"""The folders of the actor's models in a checkpoint."""
 HF_FOLDER = "hf"
 DRAWN_AHEAD = "ahead"
 """The part of the state with samples of the next step, which a run may lack or leave unread."""
@@ -66,6 +67,16 @@ LEFT_FOLDER = "abandoned"
 """Subdirectory for checkpoints ahead of the one from which the run was resumed."""
 _PREFIX = "global_step_"
 _NAME = re.compile(rf"{_PREFIX}([0-9]{{1,18}})")
+
+
+def model_folder(kind: str, role: str) -> str:
+    """The folder of a policy's model: of the actor ``policy``, ``value`` or ``reference``; of
+    ``agent1`` ``agent1``, ``agent1_value`` or ``agent1_reference``."""
+    if role == "actor":
+        return kind
+    return role if kind == POLICY_FOLDER else f"{role}_{kind}"
+
+
 _ANEW = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
 _BEGAN_FILE = "began_from"
 """File in the checkpoints' directory: the path from which the run that saves there started."""

@@ -1,6 +1,6 @@
 """Convert a Megatron checkpoint to an HF directory.
 
-``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value|agent1]
+``ctrl-convert-megatron-to-hf --checkpoint DIR --out DIR [--model policy|value|agent1|...]
 [--adapters] [--push OWNER/NAME]``
 """
 
@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="runs/NAME/checkpoints/global_step_N, or runs/NAME for its newest checkpoint",
     )
     parser.add_argument("--out", required=True, type=output_path, help="directory to write")
-    parser.add_argument("--model", choices=("policy", "value", "agent1"), default="policy")
+    parser.add_argument(
+        "--model",
+        default="policy",
+        help="policy (the default) or value, or of a further policy agent1, agent1_value, ...",
+    )
     parser.add_argument(
         "--adapters",
         action="store_true",

@@ -23,7 +23,7 @@ _AUTHOR = "fill in: licence, intended use, and what a reader must not expect of 
 
 def model_card(checkpoint: Path, *, model: str, adapters: bool) -> str:
     """The text of README.md for the export of a run's checkpoint: the ``model`` of it (policy,
-    value, agent1), or its ``adapters`` alone.
+    value, agent1, ...), or its ``adapters`` alone.
 
     It has what config.yaml and metrics.jsonl of the run say, without the folders of absolute paths:
     each measure as last logged up to the checkpoint's step. The run has no record of the versions
@@ -48,7 +48,7 @@ def model_card(checkpoint: Path, *, model: str, adapters: bool) -> str:
         "library_name": "peft" if adapters else "transformers",
         "tags": ["ctrl_megatron", "code-critique", learning],
     }
-    if model != "value":
+    if not model.endswith("value"):
         facts["pipeline_tag"] = "text-generation"
     if _PINNED.fullmatch(base):
         facts["base_model"] = base.partition("@")[0]

@@ -45,6 +45,11 @@ def adapter_push_problems(config: Config) -> Iterator[str]:
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs several; "
             "leave it out"
         )
+    if config.policies:
+        yield (
+            f"{key} lets engines keep the weights of actor_rollout_ref.model.path, and policies "
+            "adds others; leave it out"
+        )
     own, proxy = family.model.path, family.proxy.model.path
     if config.proxy_shares_engines and proxy not in (None, own):
         yield (

@@ -1,45 +1,79 @@
-"""Keys of ``agent1``, the second policy of a step."""
+"""Further policies of a step: what each may set for itself, over the settings of the run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from ctrl_megatron.config.keys import ABOVE_0, AT_LEAST_1, Condition, group, key
-
-SECOND = Condition(("agent1.model.path",), bool, "{0}=DIRECTORY")
-"""The condition of keys of a second policy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondAgentModel:
-    """The model that the second policy starts from."""
-
-    path: str | None = None
-    """Hugging Face directory with the actor's architecture and tokenizer; None trains the actor
-    alone. The graph is one of your own whose nodes have agent_group 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondAgentOptim:
-    """The second policy's optimizer; its other settings are ``actor_rollout_ref.actor.optim``."""
-
-    lr: float = key(1e-6, ABOVE_0)
-    """Peak learning rate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondAgentRollout:
-    """How the second policy samples; its other settings are ``actor_rollout_ref.rollout``."""
-
-    n: int | None = key(None, AT_LEAST_1)
-    """Samples per prompt; None for the actor's number."""
+_PATH = "actor_rollout_ref.model.path"
+_OWN_KEYS = (
+    _PATH,
+    *(f"actor_rollout_ref.rollout.{name}" for name in ("n", "temperature", "top_p", "top_k")),
+)
+"""Keys that a further policy may set."""
+_OWN = (
+    *("actor_rollout_ref.model.lora_", "actor_rollout_ref.actor.", "actor_rollout_ref.ref."),
+    *("critic.", "algorithm."),
+)
+"""How the names of others begin."""
+_SHARED = (
+    *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron."),
+    *("actor_rollout_ref.actor.compute.", "actor_rollout_ref.actor.fsdp"),
+    *("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.filter_groups"),
+    "algorithm.distillation",
+)
+"""Among these, the keys of the run: layouts, memory, and what the policies draw together."""
+_FROM_OWN_MODEL = (
+    *("actor_rollout_ref.ref.model.path", "critic.model.path"),
+    "actor_rollout_ref.model.tokenizer_path",
+)
+"""Paths that follow from a policy's own model where it does not set them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecondAgent:
-    """A second policy that learns in the same steps, for nodes of `agent_group` 1; its other
-    settings are those of ``actor_rollout_ref``."""
+def policy_problems(policies: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the names and keys of ``policies``."""
+    if [*policies] != [f"agent{number}" for number in range(1, len(policies) + 1)]:
+        yield f"policies names {', '.join(policies)}; name agent1, agent2, ... in this order"
+    for name, settings in policies.items():
+        if not isinstance(settings, Mapping):
+            yield f"policies.{name} is a group of settings, not {settings!r}"
+            continue
+        written = dict(leaves(settings))
+        if not written.get(_PATH):
+            yield f"policies.{name} lacks {_PATH}; name the directory of its model"
+        for key in written:
+            own = key in _OWN_KEYS or key.startswith(_OWN)
+            if not own or key.startswith(_SHARED):
+                yield (
+                    f"policies.{name}.{key} is the same for all policies; set {key} for the run, "
+                    "or leave it out"
+                )
 
-    model: SecondAgentModel = group(SecondAgentModel)
-    optim: SecondAgentOptim = group(SecondAgentOptim)
-    rollout: SecondAgentRollout = group(SecondAgentRollout)
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in ``tree``."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def with_own_settings(run: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the ``run``, as plain values, with those of a policy over them."""
+    given = dict(leaves(own))
+    model = run["actor_rollout_ref"]["model"]
+    tokenizer = model["tokenizer_path"] or model["path"]
+    unset = dict.fromkeys(_FROM_OWN_MODEL) | {"actor_rollout_ref.model.tokenizer_path": tokenizer}
+    tree = _copied(run)
+    for key, value in {**unset, **given, "policies": {}}.items():
+        *groups, name = key.split(".")
+        inside = tree
+        for group in groups:
+            inside = inside.setdefault(group, {})
+        inside[name] = value
+    return tree
+
+
+def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: _copied(v) if isinstance(v, Mapping) else v for n, v in tree.items()}

@@ -22,6 +22,7 @@ from ctrl_megatron.config.adapters import (
     CUT_TRANSPORTS,
     adapter_push_problems,
 )
+from ctrl_megatron.config.agents import policy_problems
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.coerce import KeyPlace, require_one_of
 from ctrl_megatron.config.keys import Condition, value_at_key
@@ -99,7 +100,10 @@ def model_directories(config: Config, purpose: Purpose) -> dict[str, str]:
         found["actor_rollout_ref.ref.model.path"] = model.ref.model.path
         if config.writes_revisions:
             found["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
-        found["agent1.model.path"] = config.agent1.model.path
+        for name, own in zip(config.policies, config.agents[1:], strict=True):
+            found[f"policies.{name}.actor_rollout_ref.model.path"] = (
+                own.actor_rollout_ref.model.path
+            )
         if config.needs_value_model:
             found["critic.model.path"] = config.critic.model.path
         if config.needs_reward_model:
@@ -474,44 +478,38 @@ def _proxy(config: Config) -> Iterator[str]:
 
 
 def _agents(config: Config) -> Iterator[str]:
-    """Problems of a second policy."""
-    family, algorithm = config.actor_rollout_ref, config.algorithm
-    key = "agent1.model.path"
-    if config.agent1.model.path is None:
+    """Problems of further policies."""
+    family, algorithm, key = config.actor_rollout_ref, config.algorithm, "policies"
+    if not config.policies:
         if family.proxy.kind == "agent1":
-            yield f"{_P}kind=agent1 is the second policy, which the run lacks; set {key}"
+            yield f"{_P}kind=agent1 is a second policy, which the run lacks; set {key}"
+        return
+    if problems := [*policy_problems(config.policies)]:
+        yield from problems
         return
     if config.dag.custom_pipeline_fn in BUILT_IN_PIPELINES:
         yield (
-            f"{key} adds a second policy, which only nodes of agent_group 1 use, and "
+            f"{key} adds policies, which only nodes of agent_group 1 and above use, and "
             f"dag.custom_pipeline_fn={_words(config.dag.custom_pipeline_fn)} has none; name a "
             "pipeline of your own, such as examples.two_agents:build, or leave the key out"
         )
-    alone = f"{key} adds a second policy, which "
-    if config.needs_value_model:
-        yield (
-            f"{alone}has no value model; choose an algorithm.adv_estimator other than gae, and "
-            "leave critic.enable out"
-        )
+    together = f"{key} trains several policies, which "
     if algorithm.filter_groups.enable:
-        yield f"{alone}has no dynamic sampling; leave algorithm.filter_groups.enable out"
-    if config.refreshes_reference:
-        yield (
-            f"{alone}has a reference that stays; leave actor_rollout_ref.ref.sync_steps and "
-            "sync_at out"
-        )
-    if family.model.lora_rank:
-        yield f"{alone}trains all weights, as the actor then does; set {_LORA} to 0"
+        yield f"{together}have no dynamic sampling; leave algorithm.filter_groups.enable out"
     for placed in _placed(config, *ROLES, "auto"):
-        yield f"{alone}shares all ranks with the actor; leave {placed} out"
+        yield f"{together}share all ranks; leave {placed} out"
     if config.trainer.dump_steps:
-        yield f"{alone}a dump of a step would lack; leave trainer.dump_steps out"
-    own = config.agents[1].actor_rollout_ref.rollout.n
-    if own == 1 and algorithm.adv_estimator in _GROUPED:
-        yield (
-            f"agent1.rollout.n=1 gives algorithm.adv_estimator={algorithm.adv_estimator} groups of "
-            "one, which have no baseline; set it to 2 or more"
-        )
+        yield f"{together}a dump of a step would lack; leave trainer.dump_steps out"
+    try:
+        further = config.agents[1:]
+    except UserError as error:
+        yield str(error)
+        return
+    for name, own in zip(config.policies, further, strict=True):
+        problems = [*_ranges(own, {}), *_fsdp(own, "rl")]
+        for relation in (_adapters, _objective, _refreshed, _groups):
+            problems += relation(own)
+        yield from (f"{key}.{name}: {problem}" for problem in problems)
 
 
 def _adapters(config: Config) -> Iterator[str]:
@@ -646,8 +644,8 @@ def _replayed(config: Config) -> Iterator[str]:
     key = f"{_R}router_replay={replay}"
     if family.actor.strategy != "megatron":
         yield f"{key} changes the routers of {_A}strategy=megatron; set it, or leave {key} out"
-    if config.agent1.model.path is not None:
-        yield f"{key} knows one policy, and agent1.model.path adds a second; leave one out"
+    if config.policies:
+        yield f"{key} knows one policy, and policies adds others; leave one out"
     if algorithm.distillation.is_on:
         yield f"{key} has no routes for a teacher's prompts; leave algorithm.distillation out"
     if config.trainer.dump_steps:
@@ -707,8 +705,8 @@ def _distillation(config: Config) -> Iterator[str]:
             f"{prefix}estimator=full compares hidden states on the actor's ranks, and {placed} "
             "puts the teacher on others; set the estimator to top_k, or leave the placement out"
         )
-    if config.agent1.model.path is not None:
-        yield f"{teacher} teaches one policy, and agent1.model.path adds a second; leave one out"
+    if config.policies:
+        yield f"{teacher} teaches one policy, and policies adds others; leave one out"
 
 
 def _groups(config: Config) -> Iterator[str]:

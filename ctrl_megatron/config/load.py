@@ -138,7 +138,7 @@ def load_config(
 def _with_defaults(given: Any) -> DictConfig:
     """``given`` over the defaults: a reference can name a key that is not set, or has another
     name."""
-    former = _tree({old: f"${{{new}}}" for old, new in ALIASES.items()})
+    former = _tree({old: f"${{{new}}}" for old, new in ALIASES.items() if new in KEYS})
     return DictConfig(_overlay(_overlay(to_dict(Config()), former), given))
 
 

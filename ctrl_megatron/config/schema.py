@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -16,7 +17,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     ActorRolloutRef,
     Schedule,
 )
-from ctrl_megatron.config.agents import SECOND, SecondAgent
+from ctrl_megatron.config.agents import with_own_settings
 from ctrl_megatron.config.algorithm import (
     VALUE_MODEL,
     Algorithm,
@@ -25,7 +26,7 @@ from ctrl_megatron.config.algorithm import (
     RolePlacement,
     Sandbox,
 )
-from ctrl_megatron.config.coerce import KeyPlace
+from ctrl_megatron.config.coerce import KeyPlace, build_config
 from ctrl_megatron.config.keys import (
     ABOVE_0,
     AT_LEAST_0,
@@ -41,6 +42,7 @@ from ctrl_megatron.config.keys import (
     when,
 )
 from ctrl_megatron.config.reward_model import REWARD_MODEL, RewardModelConfig
+from ctrl_megatron.errors import UserError
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 """Sinks of metrics that file the run under a project."""
@@ -270,7 +272,6 @@ class Config:
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
-    agent1: SecondAgent = group(SecondAgent, read=SECOND)
     critic: Critic = group(Critic, read=VALUE_MODEL)
     placement: RolePlacement = group(RolePlacement)
     algorithm: Algorithm = group(Algorithm)
@@ -278,26 +279,30 @@ class Config:
     reward_model: RewardModelConfig = group(RewardModelConfig, read=REWARD_MODEL)
     sandbox: Sandbox = group(Sandbox)
     trainer: Trainer = group(Trainer, stage="both")
+    policies: dict[str, Any] = field(default_factory=dict)
+    """Further policies that learn in the same steps, for nodes of agent_group 1, 2, ...: `{agent1:
+    {actor_rollout_ref: {model: {path: DIRECTORY}}}}`, each with settings of its own over those of
+    the run. The graph is one of your own."""
     dag: Dag = group(Dag)
     sft: Sft = group(Sft, stage="sft")
 
-    @property
+    @cached_property
     def agents(self) -> tuple[Config, ...]:
         """The configuration of each policy that learns, by the number of its ``agent_group``: this
-        one, and where there is a second policy, one in which it has the actor's place.
+        one, and of each of ``policies`` one in which it has the actor's place. UserError for
+        settings that no policy can have.
         """
-        second, family = self.agent1, self.actor_rollout_ref
-        if second.model.path is None:
-            return (self,)
-        model, actor, rollout = family.model, family.actor, family.rollout
-        own = replace(
-            family,
-            model=replace(model, path=second.model.path, tokenizer_path=model.tokenizer),
-            actor=replace(actor, optim=replace(actor.optim, lr=second.optim.lr)),
-            ref=replace(family.ref, model=replace(family.ref.model, path=None)),
-            rollout=replace(rollout, n=second.rollout.n or rollout.n),
-        )
-        return (self, self.replace_groups(actor_rollout_ref=own))
+        further = []
+        for name, own in self.policies.items():
+            try:
+                config = build_config(Config, with_own_settings(asdict(self), own), {})
+            except UserError as error:
+                lines = [f"policies.{name}.{line}" for line in str(error).splitlines()]
+                raise UserError("\n".join(lines)) from None
+            object.__setattr__(config, "written", self.written)
+            object.__setattr__(config, "unresolved", self.unresolved)
+            further.append(config)
+        return (self, *further)
 
     def replace_groups(self, **groups: Any) -> Config:
         """``dataclasses.replace``, which keeps ``written`` and ``unresolved``."""
@@ -420,3 +425,8 @@ ALIASES: dict[str, str] = {
     name.replace(".compute.", ".megatron."): name for name in KEYS if ".actor.compute." in name
 }
 """Other name of a key -> its name."""
+ALIASES |= {
+    "agent1.model.path": "policies.agent1.actor_rollout_ref.model.path",
+    "agent1.optim.lr": "policies.agent1.actor_rollout_ref.actor.optim.lr",
+    "agent1.rollout.n": "policies.agent1.actor_rollout_ref.rollout.n",
+}

@@ -181,7 +181,7 @@ def _fullest(world: World, stages: list[_Stage]) -> Iterator[PhaseMemory]:
         )
 
 
-_TRAINED = {"actor": "actor", "agent1": "second policy", "critic": "value model"}
+_TRAINED = {"actor": "actor", "critic": "value model"}
 _FROZEN = {"reference": "reference", "reward_model": "reward model"}
 """Role -> name of a model that does not learn."""
 
@@ -196,7 +196,7 @@ class _Models:
 
 def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _Models:
     """ValueError if one of them does not divide over the world's layout."""
-    given = {"actor": shapes.actor, "agent1": shapes.second, "critic": shapes.value}
+    given = {"actor": shapes.actor, "critic": shapes.value}
     given |= {"reference": shapes.reference, "reward_model": shapes.reward_model}
     here = {
         role: shape
@@ -211,6 +211,12 @@ def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _M
         {name: here[role] for role, name in names.items() if role in here}
         for names in (_TRAINED, _FROZEN)
     )
+    for number, own in enumerate(shapes.further, 1) if "actor" in here else ():
+        # Each policy that learns has models of its own.
+        models = {"": own.actor, "value model of ": own.value}
+        trained |= {f"{name}agent{number}": s for name, s in models.items() if s is not None}
+        if own.reference is not None:
+            frozen[f"reference of agent{number}"] = own.reference
     return _Models(trained=trained, frozen=frozen)
 
 
@@ -239,7 +245,7 @@ class _Stage:
         self.shapes |= {
             name: shape
             for name, shape in models.frozen.items()
-            if not (self.has_actor and name == "reference")
+            if not (self.has_actor and name.startswith("reference"))
         }
         self.trained = {
             name: trained_model_memory(
@@ -255,10 +261,6 @@ class _Stage:
             name: frozen_model_memory(shape, layout, pp=pp, dtype=dtype)
             for name, shape in models.frozen.items()
         }
-        for policy in range(1, len(config.agents)):
-            # Each policy that learns has a reference of its own.
-            if "reference" in self.frozen:
-                self.frozen[f"reference of agent{policy}"] = self.frozen["reference"]
         self.dtype_size = DTYPE_SIZE[dtype]
         self.buckets = 0
         """Bytes of a push's buckets on this GPU, which are kept from the first push on."""
@@ -286,7 +288,7 @@ class _Stage:
             if self.config.shares_engines_with_frozen_proxy:
                 phases["sync proxy"] = self._pushing_awake()
             if len(self.config.agents) > 1 and not self.compute.param_offload:
-                phases["sync agent1"] = self._pushing_awake()
+                phases["sync of further policies"] = self._pushing_awake()
         if rl:
             phases["log-probs"] = self._log_probs()
         if self.trained:

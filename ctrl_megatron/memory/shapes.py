@@ -23,8 +23,8 @@ class ModelShapes:
     """None if nothing reads values."""
     reward_model: AnyShape | None = None
     """None if no model rewards texts."""
-    second: AnyShape | None = None
-    """The second policy; None where the actor learns alone."""
+    further: tuple[ModelShapes, ...] = ()
+    """Those of each further policy."""
     proxy: ModelShape | None = None
     """The model of the proxy's own engines; None if it has none, and for one that has no shape
     here, since these engines run any model."""
@@ -33,7 +33,8 @@ class ModelShapes:
 
     @property
     def trained_shapes(self) -> tuple[AnyShape, ...]:
-        return (self.actor, *(one for one in (self.second, self.value) if one is not None))
+        own = (one for one in (self.actor, self.value) if one is not None)
+        return (*own, *(shape for policy in self.further for shape in policy.trained_shapes))
 
 
 def model_shapes(
@@ -64,7 +65,7 @@ def model_shapes(
     if purpose == "rl" and config.needs_reward_model:
         rewarding = value_model_shape(shape_of(config.reward_model.model.path), head_bias=False)
     actor = shape_with_adapters(shape_of(own), lora_of_config(config))
-    second = config.agent1.model.path if purpose == "rl" else None
+    others = config.agents[1:] if purpose == "rl" else ()
     proxy, unknown = None, ""
     if purpose == "rl" and config.has_proxy_engines:
         file = _file(family.proxy.model.path or own, proxy_file, "--proxy-config")
@@ -77,7 +78,7 @@ def model_shapes(
         reference=reference,
         value=value,
         reward_model=rewarding,
-        second=None if second is None else shape_of(second),
+        further=tuple(model_shapes(own, purpose, single_file) for own in others),
         proxy=proxy,
         proxy_is_unknown=unknown,
     )

@@ -243,7 +243,7 @@ METRICS: dict[str, Metric] = {
     "val/episode_score": Metric("the score of episodes", headline=True),
     "val/episode_turns": Metric("answers of the model in an episode"),
     "val/NAME/RATE": Metric("RATE of the file NAME alone, where data.val_files has several"),
-    "agent1/NAME": Metric("NAME of the second policy (agent1.model.path)"),
+    "agent1/NAME": Metric("NAME of the policy agent1 (policies); agent2/NAME of the next one"),
     "val/nll": Metric("held-out cross-entropy of fine-tuning, nats per token", headline=True),
 }
 

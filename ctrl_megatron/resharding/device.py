@@ -21,7 +21,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -44,9 +44,15 @@ from ctrl_megatron.resharding.transports import Sender
 from ctrl_megatron.rollout.engine import ENGINE_MEMORY, Engine, EngineMemory
 from ctrl_megatron.types import StrategyName
 
-Role = Literal["actor", "agent1", "proxy"]
-AGENTS: tuple[Role, ...] = ("actor", "agent1")
-"""The roles of the policies that learn, by their number."""
+Role = str
+"""Whose weights: ``actor``, ``agent1``, ``agent2``, ... of policies that learn, or ``proxy``."""
+
+
+def policy_role(number: int) -> Role:
+    """The role of the policy with that ``agent_group``."""
+    return f"agent{number}" if number else "actor"
+
+
 _MOST_LOSSES = 3
 """Losses in a step without an engine that was started again, after which the run ends."""
 
@@ -102,6 +108,14 @@ class ActorVersions:
     def restore_names(self, numbers: Sequence[int], updates: int) -> None:
         """Take over the names of an earlier run; ``updates`` are the model's now."""
         self._numbers, self._updates = list(numbers), updates
+
+
+class VersionsByRole(dict[Role, ActorVersions]):
+    """The names of the weights of every policy that learns."""
+
+    def __missing__(self, role: Role) -> ActorVersions:
+        self[role] = ActorVersions(role)
+        return self[role]
 
 
 class DeviceOwner:
@@ -169,7 +183,7 @@ class DeviceOwner:
         self._handing_over = False
         self._step = 0
         """The training step of the last ``to_engine``."""
-        self.versions = {agent: ActorVersions(agent) for agent in AGENTS}
+        self.versions = VersionsByRole()
         self._reports: list[PushReport] = []
         self.pushed: dict[Role, int] = {}
         """N of the weights of each policy that were pushed last."""
@@ -245,7 +259,7 @@ class DeviceOwner:
     def to_engine(self, role: Role, step: int) -> str:
         """Let the engine generate with the role's weights; returns their version. Collective.
 
-        The version is ``proxy``, or ``actor@N`` or ``agent1@N`` for the weights of a policy that
+        The version is ``proxy``, or ``actor@N``, ``agent1@N``, ... for the weights of a policy that
         learns after N training steps.
         ``step`` is the number of training steps that are finished.
         """
@@ -272,7 +286,7 @@ class DeviceOwner:
                         verify=self._proof.compares_checksums,
                     )
                     self._loaded = version
-                    if role in AGENTS:
+                    if role != "proxy":
                         self.pushed[role] = int(version.removeprefix(f"{role}@"))
                 self._handing_over = True
                 self._offload_models()

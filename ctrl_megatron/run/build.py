@@ -29,7 +29,7 @@ from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import RewardModel, ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.parallel.waiting import WaitRules
-from ctrl_megatron.resharding.device import AGENTS, DeviceOwner, Role
+from ctrl_megatron.resharding.device import DeviceOwner, Role, policy_role
 from ctrl_megatron.resharding.plan import EngineLayout, engine_cut
 from ctrl_megatron.resharding.proof import PushProof
 from ctrl_megatron.resharding.transports import sender_class
@@ -71,15 +71,10 @@ def build_worker(
         critic_warmup=config.trainer.critic_warmup,
         probe=inputs.train.prompts[0],
     )
-    (policy, reference), *others = (
-        build_policies(own, groups, steps, device, role, with_reference=run.has_role("reference"))
-        for role, own in zip(AGENTS, config.agents, strict=False)
-    )
-    value = None
-    if run.has_role("critic"):
-        value = build_value_model(config, groups, steps, device.free_for_trainer)
-        if value is not None:
-            device.register_model(value)
+    built = [
+        build_learning_models(run, own, policy_role(number), steps, device)
+        for number, own in enumerate(config.agents)
+    ]
     reward_model = None
     if run.has_role("reward_model"):
         reward_model = build_reward_model(config, groups, inputs, device.free_for_trainer)
@@ -104,9 +99,9 @@ def build_worker(
         proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
         rewards=build_rank_reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
-        actor=policy,
-        reference=reference,
-        value=value,
+        actor=built[0].policy,
+        reference=built[0].reference,
+        value=built[0].value,
         reward_model=reward_model,
         kl_controller=build_kl_controller(config),
         restarts=services.restarts,
@@ -115,24 +110,48 @@ def build_worker(
     further = [
         dataclasses.replace(
             worker,
-            config=config.agents[number],
-            role=AGENTS[number],
-            actor=policy,
-            reference=reference,
-            value=None,
+            config=own,
+            role=policy_role(number),
+            actor=built[number].policy,
+            reference=built[number].reference,
+            value=built[number].value,
             # The share of samples that were judged is reported for each policy.
             rewards=worker.rewards and worker.rewards.with_own_counts(),
-            kl_controller=build_kl_controller(config),
+            kl_controller=build_kl_controller(own),
             ahead=DrawsAhead(),
             leftover=LeftoverGroups(),
             agents=(),
         )
-        for number, (policy, reference) in enumerate(others, 1)
+        for number, own in enumerate(config.agents[1:], 1)
     ]
     agents = (worker, *further)
     for agent in agents:
         agent.agents = agents
     return worker, sampler, steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LearningModels:
+    """A policy that learns and the models beside it, as far as they are on this rank."""
+
+    policy: Policy
+    reference: Policy | BasePolicy | None
+    value: ValueModel | None
+
+
+def build_learning_models(
+    run: Session, config: Config, role: Role, steps: int, device: DeviceOwner
+) -> LearningModels:
+    """The models of the policy of a ``role``, whose configuration is ``config``. Collective."""
+    policy, reference = build_policies(
+        config, run.groups, steps, device, role, with_reference=run.has_role("reference")
+    )
+    value = None
+    if run.has_role("critic"):
+        value = build_value_model(config, run.groups, steps, device.free_for_trainer)
+        if value is not None:
+            device.register_model(value)
+    return LearningModels(policy=policy, reference=reference, value=value)
 
 
 def build_worker_without_actor(run: Session, inputs: RunInputs) -> tuple[DAGWorker, Sampler, int]:
@@ -333,7 +352,7 @@ def build_policies(
         config,
         groups,
         path=family.model.path,
-        optimizer=policy_optimizer(config, steps, role),
+        optimizer=policy_optimizer(config, steps),
         budget=family.update_token_budget,
         take_device=take_device,
         canvas=config.data.max_response_length,
@@ -452,13 +471,12 @@ def parts_to_offload(config: Config) -> tuple[OffloadPart, ...]:
     return tuple(part for part, leaves in flags.items() if leaves)
 
 
-def policy_optimizer(config: Config, steps: int, role: Role = "actor") -> OptimizerOptions:
-    """The optimizer of the ``role``'s policy for ``steps`` training steps."""
+def policy_optimizer(config: Config, steps: int) -> OptimizerOptions:
+    """The policy's optimizer for ``steps`` training steps."""
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
     learning = max(1, steps - config.trainer.critic_warmup)
-    lr_key = "actor_rollout_ref.actor.optim.lr" if role == "actor" else f"{role}.optim.lr"
-    return optimizer_options(config, lr_key, learning * per_step)
+    return optimizer_options(config, "actor_rollout_ref.actor.optim.lr", learning * per_step)
 
 
 def value_optimizer(config: Config, steps: int) -> OptimizerOptions:
@@ -564,7 +582,8 @@ def device_owner(
             run.groups,
             checksums=not (quantised and kind.rearranges_quantised),
             probe=() if kind.denoises else probe,
-            merges=family.model.lora_rank > 0 and not adapters_alone,
+            merges=any(own.actor_rollout_ref.model.lora_rank for own in run.config.agents)
+            and not adapters_alone,
         ),
         restarts=services if run.config.trainer.service_restarts else None,
     )

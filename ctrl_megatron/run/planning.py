@@ -9,12 +9,13 @@ from ctrl_megatron.checkpoint.store import (
     REFERENCE_FOLDER,
     VALUE_FOLDER,
     CheckpointStore,
+    model_folder,
     read_trainer_state,
 )
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.errors import convert_input_errors
-from ctrl_megatron.resharding.device import AGENTS, Role
+from ctrl_megatron.resharding.device import policy_role
 from ctrl_megatron.run.build import row_sampler, total_steps
 
 _PARTS = ("kl_controller", "reserve")
@@ -22,19 +23,19 @@ _PARTS = ("kl_controller", "reserve")
 
 
 def checkpoint_model_folders(config: Config) -> tuple[str, ...]:
-    others = {VALUE_FOLDER: config.needs_value_model, REFERENCE_FOLDER: config.refreshes_reference}
-    saved = (folder for folder, is_saved in others.items() if is_saved)
-    return (POLICY_FOLDER, *saved, *_further_policies(config))
+    """The folders of the models in a checkpoint, policy by policy."""
+    found = list[str]()
+    for number, own in enumerate(config.agents):
+        others = {VALUE_FOLDER: own.needs_value_model, REFERENCE_FOLDER: own.refreshes_reference}
+        kinds = [POLICY_FOLDER, *(kind for kind, is_saved in others.items() if is_saved)]
+        found += [model_folder(kind, policy_role(number)) for kind in kinds]
+    return tuple(found)
 
 
 def checkpoint_state_parts(config: Config) -> tuple[str, ...]:
     """The parts of the state in a checkpoint beside the sampler."""
-    others = (f"{agent}/{part}" for agent in _further_policies(config) for part in _PARTS)
-    return (*_PARTS, *others)
-
-
-def _further_policies(config: Config) -> tuple[Role, ...]:
-    return AGENTS[1 : len(config.agents)]
+    further = map(policy_role, range(1, len(config.agents)))
+    return (*_PARTS, *(f"{role}/{part}" for role in further for part in _PARTS))
 
 
 def epoch_limit(config: Config) -> int | None:

@@ -13,7 +13,12 @@ import torch
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController
 from ctrl_megatron.background import BackgroundLoop
-from ctrl_megatron.checkpoint.store import POLICY_FOLDER, REFERENCE_FOLDER, VALUE_FOLDER
+from ctrl_megatron.checkpoint.store import (
+    POLICY_FOLDER,
+    REFERENCE_FOLDER,
+    VALUE_FOLDER,
+    model_folder,
+)
 from ctrl_megatron.config import Config
 from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.tokens import TextCodec
@@ -314,9 +319,12 @@ class DAGWorker(RolloutWorker):
     @property
     def trained_models(self) -> dict[str, ParallelModel]:
         """The models of this policy that learn, by the name of their folder in a checkpoint."""
-        folder = POLICY_FOLDER if self.role == "actor" else self.role
-        models = {folder: self.actor, VALUE_FOLDER: self.value}
-        return {name: model for name, model in models.items() if model is not None}
+        models = {POLICY_FOLDER: self.actor, VALUE_FOLDER: self.value}
+        return {
+            model_folder(kind, self.role): model
+            for kind, model in models.items()
+            if model is not None
+        }
 
     @property
     def refreshed_reference(self) -> Policy | None:
@@ -330,7 +338,8 @@ class DAGWorker(RolloutWorker):
         """The models of this policy that a checkpoint contains, by the name of their folder: those
         of ``trained_models``, and a reference that changes."""
         reference = self.refreshed_reference
-        return self.trained_models | ({} if reference is None else {REFERENCE_FOLDER: reference})
+        folder = model_folder(REFERENCE_FOLDER, self.role)
+        return self.trained_models | ({} if reference is None else {folder: reference})
 
     @property
     def has_actor(self) -> bool:

@@ -220,16 +220,30 @@ def test_coupled_scores_exclude_what_reads_log_probs(override: str, fragments: l
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
-        ("algorithm.adv_estimator=gae", ["has no value model", "adv_estimator"]),
-        ("placement.reference=[1]", ["shares all ranks", "placement.reference"]),
-        ("placement=auto", ["shares all ranks", "placement.auto"]),
-        ("actor_rollout_ref.model.lora_rank=4", ["all weights", "lora_rank to 0"]),
-        ("actor_rollout_ref.ref.sync_steps=2", ["reference that stays", "ref.sync_steps"]),
+        ("placement.reference=[1]", ["share all ranks", "placement.reference"]),
+        ("placement=auto", ["share all ranks", "placement.auto"]),
         ("algorithm.filter_groups.enable=true", ["no dynamic sampling", "filter_groups"]),
         ("trainer.dump_steps=[1]", ["a dump of a step would lack", "trainer.dump_steps"]),
-        ("agent1.rollout.n=1", ["agent1.rollout.n=1", "set it to 2 or more"]),
+        ("agent1.rollout.n=1", ["policies.agent1: ", "rollout.n=1", "to 2 or more"]),
         ("dag.custom_pipeline_fn=null", ["agent_group 1", "a pipeline of your own"]),
-        ("agent1.model.path=null", ["kind=agent1", "set agent1.model.path"]),
+        ("policies={}", ["kind=agent1", "set policies"]),
+        (
+            "policies={solver: {actor_rollout_ref: {model: {path: solver}}}}",
+            ["names solver", "name agent1"],
+        ),
+        ("policies={agent1: 3}", ["policies.agent1 is a group"]),
+        ("policies.agent1.actor_rollout_ref.model.path=null", ["agent1 lacks", "model.path"]),
+        ("policies.agent1.data.max_response_length=3", ["data.max_response_length", "for all"]),
+        (
+            "policies.agent1.actor_rollout_ref.rollout.name=hf",
+            [
+                "policies.agent1.actor_rollout_ref.rollout.name",
+                "set actor_rollout_ref.rollout.name",
+            ],
+        ),
+        ("policies.agent1.actor_rollout_ref.actor.strategy=fsdp", ["strategy", "for all policies"]),
+        ("policies.agent1.critic.nothing=1", ["policies.agent1.", "critic.nothing"]),
+        ("policies.agent1.actor_rollout_ref.ref.sync_steps=-1", ["policies.agent1", "sync_steps"]),
     ],
 )
 def test_what_a_second_policy_cannot_do_is_refused(override: str, fragments: list[str]) -> None:
@@ -254,8 +268,24 @@ def test_a_second_policy_has_the_settings_of_the_first_but_for_its_own() -> None
     assert actor.actor.clip_ratio == solver.actor.clip_ratio == 0.1
     # Its reference is its own start.
     assert (actor.ref.model.path, solver.ref.model.path) == ("before", None)
-    (alone,) = load_config(None, PATHS).agents
-    assert alone.agent1.model.path is None
+    assert len(load_config(None, PATHS).agents) == 1
+
+
+def test_every_policy_may_learn_in_its_own_way() -> None:
+    own = "policies.agent1."
+    given = (
+        *(*PATHS, ACTOR + "use_kl_loss=true", "dag.custom_pipeline_fn=mine:build"),
+        *("actor_rollout_ref.model.lora_rank=4", f"{own}actor_rollout_ref.model.path=solver"),
+        *(f"{own}actor_rollout_ref.model.lora_rank=0", f"{own}algorithm.adv_estimator=gae"),
+        *(f"{own}critic.optim.lr=3e-4", f"{own}actor_rollout_ref.ref.sync_steps=5"),
+        "policies.agent2.actor_rollout_ref.model.path=third",
+    )
+    actor, solver, third = load_config(None, given).agents
+    ranks = [own.actor_rollout_ref.model.lora_rank for own in (actor, solver, third)]
+    assert ranks == [4, 0, 4]
+    assert [own.needs_value_model for own in (actor, solver, third)] == [False, True, False]
+    assert solver.critic.optim.lr == 3e-4 and solver.refreshes_reference
+    assert not third.refreshes_reference and third.policies == {}
 
 
 def test_a_reference_that_follows_the_actor_is_a_copy_of_its_weights() -> None:

@@ -154,9 +154,13 @@ def test_the_nodes_of_each_policy_have_what_they_need_from_its_own() -> None:
 @pytest.mark.parametrize(
     ("overrides", "policy", "said"),
     [
-        ((), 1, "'draw' .* agent_group=1, .* 1 of at most 2 policies; set agent1.model.path"),
-        ((SECOND,), 2, "'draw' .* agent_group=2, .* 2 of at most 2 policies; give it a smaller"),
-        ((SECOND,), 0, "agent1.model.path.*no node .* has agent_group 1"),
+        ((), 1, "'draw' .* agent_group=1, .* trains 1 policy; name a directory in policies.agent1"),
+        (
+            (SECOND,),
+            2,
+            "'draw' .* agent_group=2, .* trains 2 policies; .* give the node a smaller",
+        ),
+        ((SECOND,), 0, "policies.agent1: no node .* has agent_group 1"),
     ],
 )
 def test_policies_are_those_of_the_configuration(

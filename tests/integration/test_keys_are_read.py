@@ -49,8 +49,6 @@ NOT_HERE = {
         for group in ("critic", "actor_rollout_ref.ref", "reward_model")
         for size in ("tensor", "pipeline")
     },
-    "agent1.optim.lr": "a second policy, as in test_two_agents.py",
-    "agent1.rollout.n": "the same",
     "placement.auto": "the start of a command, as in test_apart.py",
     "placement.gpu_memory": "the same",
     "trainer.min_nnodes": "the start of a job on fewer hosts, as in test_several_hosts.py",

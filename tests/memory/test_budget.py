@@ -132,16 +132,19 @@ def test_the_proxy_arrives_beside_the_cache() -> None:
 def test_a_second_policy_takes_what_the_actor_takes() -> None:
     second = ("agent1.model.path=solver", "dag.custom_pipeline_fn=mine:build")
     config, shapes = example("ctrl_7b.yaml", *second, f"{M}param_offload=false")
-    shapes = replace(shapes, second=shapes.actor)
+    shapes = replace(shapes, further=(replace(shapes, further=()),))
     budget = memory_budget(config, shapes, gpu_memory=MEMORY)
     update = next(use.items for use in budget.phases if use.phase == "update")
     for part in ("parameters", "gradients", "master weights", "moments"):
-        assert update[f"second policy's {part}"] == update[f"actor's {part}"] > 0
+        assert update[f"agent1's {part}"] == update[f"actor's {part}"] > 0
     # Each has a reference.
     for reference in ("reference", "reference of agent1"):
         assert update[f"{reference}'s parameters"] == update["actor's parameters"]
     found, engine = totals(budget), budget.engine
-    assert engine is not None and found["sync agent1"] == found["generate"] + engine.reload
+    assert (
+        engine is not None
+        and found["sync of further policies"] == found["generate"] + engine.reload
+    )
     assert shapes.trained_shapes == (shapes.actor, shapes.actor)
 
 

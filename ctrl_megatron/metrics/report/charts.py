@@ -23,8 +23,8 @@ _SPEED = (
     "sync/gigabytes_per_second",
 )
 _TILES_OF_PIPELINE, _CURVES_PER_CHART = 5, 4
-_SECOND = "agent1/"
-"""The prefix of the second policy's metric names."""
+_FURTHER = re.compile(r"\Aagent\d+/")
+"""The prefix of a further policy's metric names."""
 _HISTOGRAM = [name for name in METRICS if name.startswith("reward_share/")]
 
 
@@ -114,9 +114,9 @@ def _chart(names: list[str], series: Series) -> Chart:
 
 
 def _titled(name: str, series: Series) -> Chart:
-    """The chart of a metric, with that of the second policy if there is one."""
-    curves = [one for one in (name, _SECOND + name) if one in series]
-    return _rates(name, curves, series)
+    """The chart of a metric, with those of further policies."""
+    others = (one for one in series if one != name and _FURTHER.sub("", one, count=1) == name)
+    return _rates(name, [*(one for one in (name,) if one in series), *others], series)
 
 
 def _rates(name: str, curves: list[str], series: Series) -> Chart:
@@ -138,9 +138,9 @@ def _of_pipeline(series: Series) -> list[str]:
 
 
 def _beside(name: str, series: Series) -> bool:
-    """Whether it is a metric of the second policy that the trainer writes, or is drawn beside the
+    """Whether it is a metric of a further policy that the trainer writes, or is drawn beside the
     first one's."""
-    first = name.removeprefix(_SECOND)
+    first = _FURTHER.sub("", name, count=1) if _FURTHER.match(name) else name
     return first != name and (_group(first) in _TRAINER or (first in _TITLES and first in series))
 
 

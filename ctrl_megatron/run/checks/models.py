@@ -43,9 +43,6 @@ _MODEL = "actor_rollout_ref.model.path"
 _PROXY = "actor_rollout_ref.proxy.model.path"
 
 
-_AGENT = "agent1.model.path"
-
-
 _ROLES = {"actor_rollout_ref.ref.model.path": "reference", "critic.model.path": "critic"}
 """The key of a model that generates no text, and its role."""
 
@@ -90,8 +87,8 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
     family = config.actor_rollout_ref
     if config.shares_engines_with_frozen_proxy:
         yield _PROXY, family.proxy.model.path or actor
-    if config.agent1.model.path is not None:
-        yield _AGENT, config.agent1.model.path
+    for name, own in zip(config.policies, config.agents[1:], strict=True):
+        yield f"policies.{name}.{_MODEL}", own.actor_rollout_ref.model.path
     if config.needs_reference:
         yield "actor_rollout_ref.ref.model.path", family.ref.model.path or actor
     if config.needs_value_model:

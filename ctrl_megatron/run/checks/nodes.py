@@ -76,20 +76,22 @@ def _unknown_policies(config: Config, graph: TaskGraph) -> list[UserError]:
             problems.append(
                 UserError(
                     f"the node {node.node_id!r} of the pipeline {graph.graph_id} has agent_group="
-                    f"{node.agent_group}, and the run trains {known} of at most 2 policies",
-                    remedy="set agent1.model.path to the second one's directory"
-                    if known == node.agent_group == 1
-                    else "give it a smaller one",
+                    f"{node.agent_group}, and the run trains {known} "
+                    f"{'policy' if known == 1 else 'policies'}",
+                    remedy=f"name a directory in policies.agent{node.agent_group}."
+                    "actor_rollout_ref.model.path, or give the node a smaller number",
                 )
             )
-    if known > 1 and all(node.agent_group != 1 for node in graph.nodes.values()):
-        problems.append(
-            UserError(
-                f"no node of the pipeline {graph.graph_id} has agent_group 1",
-                key="agent1.model.path",
-                remedy="leave the key out, or give the second policy's nodes that number",
-            )
+    used = {node.agent_group for node in graph.nodes.values()}
+    problems += [
+        UserError(
+            f"no node of the pipeline {graph.graph_id} has agent_group {policy}",
+            key=f"policies.agent{policy}",
+            remedy="leave the key out, or give the policy's nodes that number",
         )
+        for policy in range(1, known)
+        if policy not in used
+    ]
     return problems
 
 

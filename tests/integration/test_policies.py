@@ -1,0 +1,86 @@
+"""Policies that learn in the same steps, each in its own way: adapters, a value model, a reference
+that follows; and a third one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from forked_run import ForkedRun, run_forked
+from golden_runs import DRAWN, PAIR, PROXY_MODEL, STARTS
+from launched_run import Job
+
+pytestmark = pytest.mark.timeout(900)
+
+_OWN = "policies.agent1."
+APART = (
+    *("actor_rollout_ref.model.lora_rank=4", f"{_OWN}actor_rollout_ref.model.lora_rank=0"),
+    *(f"{_OWN}algorithm.adv_estimator=gae", f"{_OWN}critic.optim.lr=1e-3"),
+    *(f"{_OWN}actor_rollout_ref.ref.sync_steps=2", "trainer.save_freq=1"),
+)
+
+
+@pytest.fixture(scope="module")
+def solver(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return STARTS["pair"](job, tmp_path_factory.mktemp("solver")).proxy
+
+
+@pytest.fixture(scope="module")
+def own_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return replace(job, folder=tmp_path_factory.mktemp("policies") / "runs")
+
+
+def run_policies(
+    job: Job, solver: Path, name: str, steps: int, extra: tuple[str, ...]
+) -> ForkedRun:
+    settings = (*DRAWN, *PAIR, f"{_OWN}actor_rollout_ref.model.path={solver}", *extra)
+    run = run_forked(job, name, steps=steps, extra=settings, without=(PROXY_MODEL,))
+    assert run.codes == (0, 0), run.output[-8000:]
+    return run
+
+
+def computed(run: ForkedRun) -> list[dict[str, float]]:
+    names = ("actor/", "critic/", "advantage/", "reward/", "rollout/")
+    return [
+        {
+            name: value
+            for name, value in record["metrics"].items()
+            if name.partition("agent1/")[2].startswith(names) or name.startswith(names)
+        }
+        for record in run.metrics()
+    ]
+
+
+def test_each_learns_in_its_own_way_and_a_resumed_run_goes_on(own_job: Job, solver: Path) -> None:
+    whole = run_policies(own_job, solver, "whole", 3, APART)
+    steps = computed(whole)
+    for step in steps:
+        assert step["actor/grad_norm"] > 0 and step["agent1/actor/grad_norm"] > 0
+        assert "agent1/critic/vf_loss" in step and "critic/vf_loss" not in step
+        assert (
+            step["rollout/probs_diff_max"] < 1e-4 and step["agent1/rollout/probs_diff_max"] < 1e-4
+        )
+    # The solver's reference is the solver of two steps before.
+    moved = [step["agent1/actor/kl_to_reference"] != 0 for step in steps]
+    assert moved == [False, True, False]
+    saved = {path.name for path in (whole.folder / "checkpoints/global_step_3").iterdir()}
+    assert {"policy", "agent1", "agent1_value", "agent1_reference"} <= saved
+    for last in (1, 3):
+        parts = run_policies(own_job, solver, "parts", last, APART)
+    assert computed(parts) == steps
+
+
+def test_a_third_policy(own_job: Job, solver: Path) -> None:
+    extra = (
+        "dag.custom_pipeline_fn=three_policies:build",
+        f"policies.agent2.actor_rollout_ref.model.path={solver}",
+        "policies.agent2.actor_rollout_ref.actor.optim.lr=5e-3",
+    )
+    run = run_policies(own_job, solver, "three", 2, extra)
+    for record in run.metrics():
+        for agent in ("", "agent1/", "agent2/"):
+            assert record["metrics"][f"{agent}rollout/probs_diff_max"] < 1e-4
+            assert record["metrics"][f"{agent}actor/lr"] > 0
+    rates = [run.metrics()[0]["metrics"][f"{a}actor/lr"] for a in ("", "agent1/", "agent2/")]
+    assert len(set(rates)) == 3
