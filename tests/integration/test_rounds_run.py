@@ -64,14 +64,14 @@ def test_three_rounds_are_resumed_exactly_within_an_epoch(job: Job) -> None:
     assert any(metrics["turn/2/pass_rate_before"] > 0 for metrics in turns)
 
 
-def test_what_applies_to_one_round_applies_to_three(job: Job) -> None:
+def test_what_applies_to_one_round_applies_to_three(job: Job, tmp_path: Path) -> None:
     """Dynamic sampling, a judging reward, distillation from the verdict on each turn's program."""
     extra = (
         *rounds(turns=3, stop=False),
         *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=8"),
         *("reward.judge.weight=0.5", "reward.judge.wrong=-1"),
         *("algorithm.distillation.hint=feedback", "algorithm.distillation.coef=0.5"),
-        "algorithm.distillation.teacher=policy",
+        *("algorithm.distillation.teacher=policy", "trainer.dump_steps=[2]"),
     )
     run = run_forked(job, "rounds_sampled", steps=2, extra=extra)
     assert run.codes == (0, 0), run.output[-8000:]
@@ -80,6 +80,8 @@ def test_what_applies_to_one_round_applies_to_three(job: Job) -> None:
         assert metrics["advantage/zero_std_rate"] == 0
         assert metrics["distillation/row_rate"] > 0
         assert -1.5 <= metrics["reward/judge"] <= 1
+    codes, said = replay([str(run.folder / "dumps/global_step_2"), "--judge"], tmp_path / "log")
+    assert codes == (0,), said
 
 
 def test_chains_drawn_ahead_are_dumped_and_replayed(job: Job, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import mean, pstdev
@@ -20,7 +21,9 @@ from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.models.micro_batch import split_into_micro_batches
 from ctrl_megatron.rewards import JudgeCounts, RewardOutcome, Scores
+from ctrl_megatron.steps.batch import make_batch, tensor_fields
 from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.rounds import (
     Rounds,
@@ -212,6 +215,36 @@ def test_advantages_are_those_of_siblings_or_of_one_turn(compare: str) -> None:
         for n in members:
             wanted = (float(rewards[n]) - mean(values)) / (spread + 1e-6)
             assert float(found[n, 0]) == pytest.approx(wanted, rel=1e-9)
+
+
+@given(scripted_chains(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_chains_of_unequal_length_are_packed_without_padding(
+    chains: tuple[list[str], list[list[float | None]], int], data: st.DataObject
+) -> None:
+    """What a step computes are the tokens of its critiques, each prompt that they share once."""
+    tokens = st.lists(st.integers(2, 9), min_size=1, max_size=9).map(tuple)
+    samples = [
+        dataclasses.replace(
+            sample,
+            prompt=(sample.turn,) * (3 + sample.turn),
+            completion=dataclasses.replace(sample.completion, token_ids=data.draw(tokens)),
+        )
+        for sample in chains_of(*chains[:2])
+    ]
+    batch = make_batch(samples, pad_token_id=0)
+    (micro,) = split_into_micro_batches(
+        tensor_fields(batch),
+        token_budget=10_000,
+        shared_prefix=True,
+        multiple=1,
+        count=lambda number: number,
+        device=torch.device("cpu"),
+    )
+    responses = sum(len(sample.completion.token_ids) for sample in samples)
+    prompts = sum(3 + turn for turn in {sample.turn for sample in samples})
+    assert micro.packed.layout.num_tokens == responses + prompts
+    assert sorted(micro.rows.tolist()) == list(range(len(samples)))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))

@@ -21,6 +21,7 @@ from ctrl_megatron.data.prompt_table import PromptTable
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.eval.transcripts import ChainPlan
 from ctrl_megatron.metrics import Timeline
+from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.code_rewards import CodeReward
 from ctrl_megatron.rewards.critic import RewardModelForCritic
@@ -30,6 +31,7 @@ from ctrl_megatron.steps import ctrl, grpo
 from ctrl_megatron.steps.conversation import run_conversations
 from ctrl_megatron.steps.draws import DrawsAhead
 from ctrl_megatron.steps.dynamic_sampling import DynamicSampling
+from ctrl_megatron.steps.rounds import ctrl_rounds_pipeline
 from ctrl_megatron.steps.sample import Sample
 from ctrl_megatron.steps.worker import ProxyAnswer, ProxyFailure
 from ctrl_megatron.types import Completion, VersionSpan
@@ -145,6 +147,10 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
         )
         for number in range(-(-len(script.delays) // N))
     )
+    rows = tuple(
+        replace(row, prompt=tuple(critique_messages(row.attempt().problem, row.solution)))
+        for row in rows
+    )
     reward: Any = (
         CodeReward(provider=script)
         if code
@@ -158,11 +164,17 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
             place=SimpleNamespace(dp=0),
             layout=SimpleNamespace(data=1),
             gather_data_ranks=lambda value: [value],
+            any_rank=lambda *flags: flags,
         ),
         train=table,
         validation=table,
         timeline=Timeline(),
-        codec=SimpleNamespace(decode=decode, eos_token_ids=(0,), pad_token_id=0),
+        codec=SimpleNamespace(
+            decode=decode,
+            encode_chat=lambda messages, add_generation_prompt: [len(str(messages)) % 97],
+            eos_token_ids=(0,),
+            pad_token_id=0,
+        ),
         global_means=lambda values: {},
         engine=script,
         proxy=script,
@@ -184,9 +196,10 @@ def working(script: Script, loop: Clock, *, streaming: bool, code: bool = False)
 
 
 def run(
-    delays: Delays, *, streaming: bool, beside: bool, code: bool = False
+    delays: Delays, *, streaming: bool, beside: bool, code: bool = False, compare: str = ""
 ) -> tuple[float, list[Sample], Script]:
-    """(seconds, samples with their fields, the script) of a step."""
+    """(seconds, samples with their fields, the script) of a step; with ``compare`` of three
+    rounds."""
     script, loop = Script(delays, beside=beside), Clock()
     try:
         worker = working(script, loop, streaming=streaming, code=code)
@@ -199,6 +212,12 @@ def run(
                 ctrl.judge_revisions,
             )
         )
+        if compare:
+            keys = {"turns": 3, "stop": False, "compare": compare}
+            graph = ctrl_rounds_pipeline(CONFIGS[streaming], **keys)  # type: ignore[arg-type]
+            names = ("critiques", "revisions", "later_turns")
+            drawing = [graph.nodes[f"generate_{name}"].declared for name in names]
+            nodes = (*drawing, graph.nodes["sandbox"].declared)
         step = DynamicSampling(nodes, lambda samples: {}, ())
         samples = step.draw(worker, range(len(worker.train.rows)), 0)
         assert not worker.pending
@@ -229,6 +248,22 @@ def test_results_do_not_depend_on_streaming(delays: Delays, beside: bool, code: 
     # Nothing is asked for twice; only failures are not shared by those that come later.
     assert sorted(one.revised) == sorted(two.revised)
     assert sorted(one.answered) == sorted(two.answered)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.integers(1, 4).flatmap(lambda rows: seconds(rows * N)),
+    st.booleans(),
+    st.sampled_from(["state", "chain"]),
+)
+def test_three_rounds_do_not_depend_on_streaming(
+    delays: Delays, beside: bool, compare: str
+) -> None:
+    took, waited, one = run(delays, streaming=False, beside=beside, compare=compare)
+    sooner, streamed, two = run(delays, streaming=True, beside=beside, compare=compare)
+    assert [results(s) for s in waited] == [results(s) for s in streamed]
+    assert sorted(one.revised) == sorted(two.revised) and sooner <= took
+    assert {s.turn for s in waited} == {1, 2, 3}
 
 
 @settings(max_examples=8, deadline=None)
