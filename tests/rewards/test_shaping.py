@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -188,6 +189,54 @@ def test_every_transition_has_its_reward(
 ) -> None:
     assert transition(CORRECT, before, after, **TABLE) == reward
     assert transition("no judgment", before, None, **TABLE) == 0.0  # nothing was revised
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "hundredth", "tenth"),
+    [
+        # Computed in float64 from the formula of ECHO (arXiv 2601.06794).
+        (0.0, 0.5, 0.683295, 0.606136),
+        (0.5, 1.0, 3.931826, 1.791759),
+        (0.8, 1.0, 3.044522, 1.098612),
+        (0.8, 0.6, -0.669050, -0.510826),
+        (0.0, 1.0, 4.615121, 2.397895),
+        (0.3, 0.3, 0.0, 0.0),
+    ],
+)
+def test_echo_gain(before: float, after: float, hundredth: float, tenth: float) -> None:
+    item = RewardItem(
+        text="",
+        row=function_row("f", pass_rate=before),
+        critique=INCORRECT,
+        outcome=RewardOutcome(reward=after),
+    )
+    assert rewards(make_reward("echo_gain", eta=0.01), item) == [pytest.approx(hundredth, abs=1e-6)]
+    assert rewards(make_reward("echo_gain"), item) == [pytest.approx(tenth, abs=1e-6)]
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(1e-3, 1))
+def test_echo_gains_of_a_chain_add_up(rates: list[float], eta: float) -> None:
+    function = make_reward("echo_gain", eta=eta)
+
+    def gain(before: float, after: float) -> float:
+        row = function_row("f", pass_rate=before)
+        (found,) = rewards(
+            function, RewardItem(text="", row=row, outcome=RewardOutcome(reward=after))
+        )
+        assert found is not None
+        return found
+
+    chain = sum(gain(*pair) for pair in pairwise(rates))
+    assert chain == pytest.approx(gain(rates[0], rates[-1]), abs=1e-9)
+    assert gain(rates[0], rates[1]) == pytest.approx(-gain(rates[1], rates[0]), abs=1e-9)
+
+
+def test_echo_gain_of_an_unknown_reward_is_unknown() -> None:
+    row = function_row("f", pass_rate=0.5)
+    item = RewardItem(text="", row=row, outcome=RewardOutcome(reward=None))
+    assert rewards(make_reward("echo_gain"), item) == [None]
+    with pytest.raises(ValueError, match="eta"):
+        make_reward("echo_gain", eta=0)
 
 
 def test_what_they_read_must_be_there() -> None:
