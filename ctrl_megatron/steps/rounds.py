@@ -3,7 +3,7 @@ critic criticises the revision, up to ``turns`` times.
 
 Every critique is a sample that is trained on. Its group is either all critiques of one program
 (``compare=state``: one revision of each group goes on), or the critiques of one turn in all chains
-of a row (``compare=chain``). Sources: CTRL (arXiv 2502.03492, section 4.3) revises several times at
+of a row (``compare=chain``). Sources: CTRL (arXiv 2502.03492) revises several times at
 test time only; ECHO (2601.06794) rewards the gain of each revision; MT-GRPO (2505.11821) and GTPO
 (2511.14846) give each turn a credit of its own. docs/rounds.md explains the choices.
 """
