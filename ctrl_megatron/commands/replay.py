@@ -14,7 +14,7 @@ from pathlib import Path
 from ctrl_megatron.commands.hub import pinned_models
 from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
 from ctrl_megatron.commands.start import add_run_arguments, command_entry_point, load_checked_config
-from ctrl_megatron.config import Config, check_world_size
+from ctrl_megatron.config import Config, check_world_size, load_config
 from ctrl_megatron.config.environment import read_launch, set_device_variables
 from ctrl_megatron.config.flags import CommandParser, existing_path, float_flag
 from ctrl_megatron.errors import STOPPED, UserError
@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{options.dump} is not a dump: it has no config.yaml",
             remedy="name a directory RUN/dumps/global_step_N",
         )
-    here = _settings(options.dump, world, launch.local_world_size if ranks is None else ranks)
+    recorded = load_config(str(file), [], "none").dag.custom_pipeline_fn
+    here = [] if recorded is None else [f"dag.custom_pipeline_fn={recorded}"]
+    here += _settings(options.dump, world, launch.local_world_size if ranks is None else ranks)
     config = load_checked_config(str(file), [*here, *options.overrides], "rl")
     check_world_size(config, world)
     if ranks is not None:
@@ -107,7 +109,7 @@ def _replay(
         print(f"step {dump.step}: {len(dump.batch)} samples judged anew")
     else:
         check_model_files(config, "rl")
-        start = find_start_weights(dump, config, weights)
+        start = find_start_weights(dump, config.agents[dump.policy], weights)
         if read_launch().rank == 0:
             recorded = " x ".join(f"{name} {size}" for name, size in dump.layout.items())
             print(

@@ -498,8 +498,6 @@ def _agents(config: Config) -> Iterator[str]:
         yield f"{together}have no dynamic sampling; leave algorithm.filter_groups.enable out"
     for placed in _placed(config, *ROLES, "auto"):
         yield f"{together}share all ranks; leave {placed} out"
-    if config.trainer.dump_steps:
-        yield f"{together}a dump of a step would lack; leave trainer.dump_steps out"
     try:
         further = config.agents[1:]
     except UserError as error:

@@ -53,22 +53,25 @@ _NEEDED = ("prompts", "responses", "attention_mask", "response_mask", "mini_batc
 
 
 class StepDump:
-    """A ``loop.StepWatcher`` that writes the steps of ``trainer.dump_steps``."""
+    """A ``loop.StepWatcher`` that writes the batches of one policy of the steps of
+    ``trainer.dump_steps``; those of a further policy into ``global_step_N_agent1``."""
 
     def __init__(self, worker: DAGWorker, total_steps: int) -> None:
         self._worker, self._total_steps = worker, total_steps
+        self._policy = next(n for n, agent in enumerate(worker.agents) if agent is worker)
+        self._end = f"_{worker.role}" if self._policy else ""
         self._folder = Path(worker.config.trainer.run_dir) / FOLDER
         self._kept: frozenset[str] = frozenset()
 
     def begin(self, step: int) -> None:
         """Nothing is known of the step yet."""
 
-    def before_update(self, step: int, batch: TensorDict) -> None:
+    def before_update(self, step: int, batch: TensorDict, policy: int) -> None:
         """Write everything that the update is computed from. Collective.
 
         UserError where the disk has no room for it.
         """
-        if not self._worker.config.trainer.is_dump_step(step):
+        if policy != self._policy or not self._worker.config.trainer.is_dump_step(step):
             return
         with self._worker.timeline.phase("dump"):
             self._write(step, batch)
@@ -79,7 +82,10 @@ class StepDump:
         """
         if not self._worker.config.trainer.is_dump_step(step):
             self._write(step, batch)
-        return self._folder / f"{_PREFIX}{step}"
+        return self._directory(step)
+
+    def _directory(self, step: int) -> Path:
+        return self._folder / f"{_PREFIX}{step}{self._end}"
 
     def _write(self, step: int, batch: TensorDict) -> None:
         worker, groups = self._worker, self._worker.groups
@@ -88,7 +94,7 @@ class StepDump:
         sizes = groups.all_gather(_num_bytes(kept) if groups.is_leader else 0)
         counts = groups.gather_data_ranks(len(batch))
         ids = groups.gather_data_ranks(texts(batch[ROW_ID]) if ROW_ID in batch else [])
-        target = self._folder / f"{_PREFIX}{step}"
+        target = self._directory(step)
         if groups.is_first:
             require_free_disk_bytes(self._folder, sum(sizes), f"the dump of step {step}")
         with atomic_directory(target, active=groups.is_first) as work:
@@ -104,7 +110,7 @@ class StepDump:
                 known = dict.fromkeys(row_id for part in ids for row_id in part)
                 if known:
                     write_rows(work / "rows.parquet", [worker.train.row(id_) for id_ in known])
-                write_text_atomically(work / "config.yaml", to_yaml(worker.config))
+                write_text_atomically(work / "config.yaml", to_yaml(worker.agents[0].config))
                 write_text_atomically(
                     work / "dump.json", json.dumps(self._facts(step, counts), indent=1)
                 )
@@ -115,6 +121,7 @@ class StepDump:
         return {
             "format": _FORMAT,
             "step": step,
+            "policy": self._policy,
             "total_steps": self._total_steps,
             "rows": list(counts),
             "layout": {
@@ -128,12 +135,13 @@ class StepDump:
             "pad_token_id": self._worker.codec.pad_token_id,
         }
 
-    def end(self, step: int, batch: TensorDict, metrics: Mapping[str, float]) -> None:
+    def end(self, step: int, batches: Sequence[TensorDict], metrics: Mapping[str, float]) -> None:
         """Add what the update has written. Collective."""
+        batch = batches[self._policy]
         worker, groups = self._worker, self._worker.groups
         if not worker.config.trainer.is_dump_step(step):
             return
-        target, part = self._folder / f"{_PREFIX}{step}", groups.place.dp
+        target, part = self._directory(step), groups.place.dp
         if groups.is_leader:
             new = {n: t for n, t in tensor_fields(batch).items() if n not in self._kept}
             _save(new, target / f"updated_{part:04}.safetensors")
@@ -184,6 +192,8 @@ class Dump:
 
     path: Path
     step: int
+    policy: int = 0
+    """The number of the policy whose batch it is."""
     total_steps: int
     """Training steps of the run, on which the learning rate depends."""
     layout: Mapping[str, int]
@@ -245,6 +255,7 @@ def _read(path: Path, facts: Mapping[str, Any]) -> Dump:
     return Dump(
         path=path,
         step=facts["step"],
+        policy=facts.get("policy", 0),
         total_steps=facts["total_steps"],
         layout=facts["layout"],
         device=facts["device"],

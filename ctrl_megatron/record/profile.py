@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -50,10 +50,10 @@ class StepProfile:
         if self._on_gpu:
             torch.cuda.profiler.start()
 
-    def before_update(self, step: int, batch: TensorDict) -> None:
+    def before_update(self, step: int, batch: TensorDict, policy: int) -> None:
         """Nothing is done here."""
 
-    def end(self, step: int, batch: TensorDict, metrics: Mapping[str, float]) -> None:
+    def end(self, step: int, batches: Sequence[TensorDict], metrics: Mapping[str, float]) -> None:
         """Write the step's files. Collective."""
         if not self._trainer.is_profile_step(step):
             return

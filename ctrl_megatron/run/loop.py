@@ -59,12 +59,14 @@ class StepWatcher(Protocol):
 
     def begin(self, step: int) -> None: ...
 
-    def before_update(self, step: int, batch: TensorDict) -> None:
-        """The next node of the step changes weights; ``batch`` is this rank's."""
+    def before_update(self, step: int, batch: TensorDict, policy: int) -> None:
+        """The next node of the step changes weights of the policy with that number; ``batch`` is
+        the policy's, on this rank."""
         ...
 
-    def end(self, step: int, batch: TensorDict, metrics: Mapping[str, float]) -> None:
-        """The last node of the step has run; ``metrics`` are the nodes'."""
+    def end(self, step: int, batches: Sequence[TensorDict], metrics: Mapping[str, float]) -> None:
+        """The last node of the step has run; ``batches`` are those of all policies, and ``metrics``
+        the nodes'."""
         ...
 
 
@@ -224,8 +226,8 @@ class TrainingLoop:
 
     def _before_update(self, batch: TensorDict, policy: int) -> None:
         self._updating[policy] = batch.copy()
-        for watcher in self.watchers if policy == 0 else ():
-            watcher.before_update(self.worker.step + 1, batch)
+        for watcher in self.watchers:
+            watcher.before_update(self.worker.step + 1, batch, policy)
 
     def _set_step(self, step: int) -> None:
         for agent in self.worker.agents:
@@ -245,7 +247,7 @@ class TrainingLoop:
         worker.timeline.begin_step()
         size = 0 if self.graph.draws_own_rows else self.schedule.batch_size
         rows = torch.tensor(self.sampler.next_batch(size) if size else [], dtype=torch.int64)
-        batch, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
+        _, metrics = executor.run_step(TensorDict({"row": rows}, batch_size=[len(rows)]))
         self._set_step(step)
         # Before anything that a stop can interrupt: weights and state are of the same step.
         self._state = self._snapshot()
@@ -264,7 +266,7 @@ class TrainingLoop:
             # Several worlds may wait for the same one: the longest counts.
             metrics |= {**other.metrics} | {n: max(s, metrics.get(n, 0.0)) for n, s in took.items()}
         for watcher in self.watchers:
-            watcher.end(step, batch, metrics)
+            watcher.end(step, executor.batches, metrics)
         metrics |= self._report_skipped(step, (own, *others))
         metrics |= seconds_by_name(phases)
         metrics |= {"time/step": elapsed, "perf/overlap_seconds": overlapped_host_seconds(phases)}

@@ -31,6 +31,7 @@ from ctrl_megatron.graph.graph import NodeRole, NodeType, TaskGraph
 from ctrl_megatron.graph.node import Node
 from ctrl_megatron.parallel.groups import ProcessGroups
 from ctrl_megatron.record.dump import ROW_ID, Dump
+from ctrl_megatron.resharding.device import policy_role
 from ctrl_megatron.rewards import RewardItem, RewardSum, Scores
 from ctrl_megatron.rewards.build import build_reward_sum
 from ctrl_megatron.rewards.plan import plan_rewards
@@ -133,6 +134,7 @@ def replay_update(
     if a signal stopped it. Collective.
     """
     comparisons: list[StepComparison] = []
+    policies = len(config.agents)
     with session(config) as run:
         worker = _worker(run, graph, dump, start)
         indices = samples_of_rank(dump.batch, run.groups, config)
@@ -140,8 +142,14 @@ def replay_update(
             select_rows([dict(dump.batch.items())], indices), batch_size=[len(indices)]
         )
         recorded = tensor_fields(batch)
-        executor = Executor(graph, worker, runs=uses_judged_samples)
-        after, metrics = executor.run_step(batch.copy())
+        executor = Executor(
+            graph,
+            worker,
+            agents=(worker,) * policies,
+            runs=lambda node: node.agent_group == dump.policy and uses_judged_samples(node),
+        )
+        _, metrics = executor.run_step(batch.copy())
+        after = executor.batches[dump.policy]
         recorded |= {name: value[indices] for name, value in dump.updated.items()}
         gaps = _gaps(recorded, tensor_fields(after), batch["response_mask"])
         parts = run.groups.gather_data_ranks((indices, gaps))
@@ -166,14 +174,16 @@ def uses_judged_samples(node: Node) -> bool:
 
 
 def _worker(run: Session, graph: TaskGraph, dump: Dump, start: StartWeights) -> DAGWorker:
-    config, groups = run.config, run.groups
-    policy, reference = build_policies(config, groups, dump.total_steps, None)
+    config, groups = run.config.agents[dump.policy], run.groups
+    role = policy_role(dump.policy)
+    policy, reference = build_policies(config, groups, dump.total_steps, None, role)
     value = build_value_model(config, groups, dump.total_steps)
     worker = DAGWorker(
         config=config,
         groups=groups,
         background=run.background,
         stop=run.stop,
+        role=role,
         codec=TextCodec(config.actor_rollout_ref.model.tokenizer),
         train=_table(dump),
         validation=None,
@@ -192,7 +202,8 @@ def _worker(run: Session, graph: TaskGraph, dump: Dump, start: StartWeights) -> 
     )
     if start.checkpoint is not None:
         state = CheckpointStore.load(worker.saved_models, start.checkpoint).state
-        worker.kl_controller.load_state_dict(state["kl_controller"])
+        controller = f"{role}/kl_controller" if dump.policy else "kl_controller"
+        worker.kl_controller.load_state_dict(state[controller])
     elif start.directory is not None:
         load_hf(policy, start.directory)
         policy.start_optimizer()
@@ -267,8 +278,9 @@ def replay_judging(config: Config, graph: TaskGraph, dump: Dump) -> StepComparis
 
     Raises UserError for a dump without rows or without texts that are rewarded.
     """
-    judging: list[Any] = [node.run for node in graph.nodes.values() if node.is_async]
-    for node in graph.nodes.values():
+    nodes = [node for node in graph.nodes.values() if node.agent_group == dump.policy]
+    judging: list[Any] = [node.run for node in nodes if node.is_async]
+    for node in nodes:
         judging += node.executable.judges if isinstance(node.executable, DynamicSampling) else []
     if not dump.rows:
         raise UserError(f"{dump.path} has no rows: the batch has no field {ROW_ID}")

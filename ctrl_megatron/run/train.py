@@ -103,7 +103,7 @@ def train(config: Config) -> bool:
         timeline = recorder.timeline(memory)
         for agent in worker.agents:
             agent.timeline = timeline
-        dump = StepDump(worker, steps)
+        dumps = [StepDump(agent, steps) for agent in worker.agents]
         loop = TrainingLoop(
             worker=worker,
             graph=graph,
@@ -132,9 +132,8 @@ def train(config: Config) -> bool:
             everyone=run.all_ranks,
             passes=None if link.has_rank_zero else lambda: pass_flops_and_seconds(worker),
             on_world_reports=partial(_keep_flops, worker),
-            watchers=(dump, *step_profile_watchers(config, worker)) if link.has_rank_zero else (),
-            # A dump holds the batch of one policy.
-            keep_batch=dump.write_step if link.has_rank_zero and len(worker.agents) == 1 else None,
+            watchers=(*dumps, *step_profile_watchers(config, worker)) if link.has_rank_zero else (),
+            keep_batch=dumps[0].write_step if link.has_rank_zero else None,
             checkpointed=_saved_parts(worker),
             optional_state={DRAWN_AHEAD: SavedDraws(worker)}
             if rollout.staleness and link.has_rank_zero

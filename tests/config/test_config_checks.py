@@ -223,7 +223,6 @@ def test_coupled_scores_exclude_what_reads_log_probs(override: str, fragments: l
         ("placement.reference=[1]", ["share all ranks", "placement.reference"]),
         ("placement=auto", ["share all ranks", "placement.auto"]),
         ("algorithm.filter_groups.enable=true", ["no dynamic sampling", "filter_groups"]),
-        ("trainer.dump_steps=[1]", ["a dump of a step would lack", "trainer.dump_steps"]),
         ("agent1.rollout.n=1", ["policies.agent1: ", "rollout.n=1", "to 2 or more"]),
         ("dag.custom_pipeline_fn=null", ["agent_group 1", "a pipeline of your own"]),
         ("policies={}", ["kind=agent1", "set policies"]),

@@ -10,6 +10,7 @@ import pytest
 from forked_run import ForkedRun, run_forked
 from golden_runs import DRAWN, PAIR, PROXY_MODEL, STARTS
 from launched_run import Job
+from replayed import replay
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -18,6 +19,7 @@ APART = (
     *("actor_rollout_ref.model.lora_rank=4", f"{_OWN}actor_rollout_ref.model.lora_rank=0"),
     *(f"{_OWN}algorithm.adv_estimator=gae", f"{_OWN}critic.optim.lr=1e-3"),
     *(f"{_OWN}actor_rollout_ref.ref.sync_steps=1", "trainer.save_freq=1"),
+    *("trainer.dump_steps=[2]", "trainer.max_ckpt_to_keep=-1"),
 )
 
 
@@ -52,7 +54,9 @@ def computed(run: ForkedRun) -> list[dict[str, float]]:
     ]
 
 
-def test_each_learns_in_its_own_way_and_a_resumed_run_goes_on(own_job: Job, solver: Path) -> None:
+def test_each_learns_in_its_own_way_is_dumped_and_resumed(
+    own_job: Job, solver: Path, tmp_path: Path
+) -> None:
     whole = run_policies(own_job, solver, "whole", 2, APART)
     steps = computed(whole)
     for step in steps:
@@ -66,6 +70,10 @@ def test_each_learns_in_its_own_way_and_a_resumed_run_goes_on(own_job: Job, solv
     assert [step["actor/kl_to_reference"] != 0 for step in steps] == [False, True]
     saved = {path.name for path in (whole.folder / "checkpoints/global_step_2").iterdir()}
     assert {"policy", "agent1", "agent1_value", "agent1_reference"} <= saved
+    for name, policy in (("global_step_2", "actor"), ("global_step_2_agent1", "agent1")):
+        dump = whole.folder / "dumps" / name
+        codes, said = replay([str(dump), "--update"], tmp_path / f"{policy}.log", ranks=2)
+        assert codes == (0, 0) and "grad_norm" in said, said[-6000:]
     for last in (1, 2):
         parts = run_policies(own_job, solver, "parts", last, APART)
     assert computed(parts) == steps

@@ -118,8 +118,8 @@ def test_a_run_goes_on_after_bad_steps_and_saves_when_one_is_good() -> None:
 def test_a_stop_after_the_update_saves_the_rows_with_the_weights() -> None:
     class Stopping:
         def begin(self, step: int) -> None: ...
-        def before_update(self, step: int, batch: TensorDict) -> None: ...
-        def end(self, step: int, batch: TensorDict, metrics: Any) -> None:
+        def before_update(self, step: int, batch: TensorDict, policy: int) -> None: ...
+        def end(self, step: int, batches: Any, metrics: Any) -> None:
             if step == 2:
                 raise StopRequested
 

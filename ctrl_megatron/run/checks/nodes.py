@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ctrl_megatron.config import Config
+from ctrl_megatron.config import KEYS, Config
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.errors import UserError, raise_all
 from ctrl_megatron.graph.declarations import KEYS_OF_NODES, OF_MODELS, OF_REWARD_MODEL, VALIDATION
@@ -170,7 +170,8 @@ def check_unread_keys(config: Config, graph: TaskGraph) -> None:
     """Raise UserError for every key that is set and that only nodes outside of ``graph`` read.
 
     Keys of the configuration file are not refused where the pipeline is chosen by an override: the
-    file may have been written for another pipeline.
+    file may have been written for another pipeline. Defaults are not refused: the configuration
+    that a run writes has them.
     """
     read = (*graph.config_keys, *(VALIDATION if graph.report.validate else ()))
     if config.proxy_shares_engines:  # the engines make room for a revision
@@ -184,7 +185,7 @@ def check_unread_keys(config: Config, graph: TaskGraph) -> None:
         if _is_below(name, KEYS_OF_NODES)
         and not _is_below(name, read)
         and (place.is_override or not by_override)
-        and not (name == "data.val_files" and not value_at_key(config, name))
+        and value_at_key(config, name) != KEYS[name].default
     ]
     if problems:
         raise UserError("\n".join(problems))
