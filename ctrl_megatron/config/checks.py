@@ -100,16 +100,16 @@ def model_directories(config: Config, purpose: Purpose) -> dict[str, str]:
         found["actor_rollout_ref.ref.model.path"] = model.ref.model.path
         if config.writes_revisions:
             found["actor_rollout_ref.proxy.model.path"] = model.proxy.model.path
-        for name, own in zip(config.policies, config.agents[1:], strict=True):
-            found[f"policies.{name}.actor_rollout_ref.model.path"] = (
-                own.actor_rollout_ref.model.path
-            )
         if config.needs_value_model:
             found["critic.model.path"] = config.critic.model.path
         if config.needs_reward_model:
             files = config.reward_model.model
             found["reward_model.model.path"] = files.path
             found["reward_model.model.tokenizer_path"] = files.tokenizer_path
+        for name, own in zip(config.policies, config.agents[1:], strict=True):
+            theirs = model_directories(own, purpose)
+            theirs.pop("actor_rollout_ref.model.tokenizer_path", None)  # the run's
+            found |= {f"policies.{name}.{k}": p for k, p in theirs.items() if found.get(k) != p}
     return {key: path for key, path in found.items() if path}
 
 

@@ -22,6 +22,7 @@ from ctrl_megatron.config import (
 from ctrl_megatron.config.actor_rollout_ref import POLICY_LOSSES
 from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
+from ctrl_megatron.config.checks import model_directories
 from ctrl_megatron.config.foreign import FOREIGN
 
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -634,3 +635,17 @@ def test_a_proxy_has_the_keys_of_its_kind_only() -> None:
     sizes = ("engine.name=vllm", "engine.n_gpus_per_node=3", "engine.tensor_model_parallel_size=2")
     (line,) = messages(f"{proxy}kind=engine", *(proxy + size for size in sizes))
     assert f"{proxy}engine.n_gpus_per_node=3 is no multiple of" in line
+
+
+def test_every_directory_of_a_policy_is_looked_for() -> None:
+    own = "policies.agent1."
+    given = (
+        *(*PATHS, "dag.custom_pipeline_fn=mine:build"),
+        *(f"{own}actor_rollout_ref.model.path=solver", f"{own}algorithm.adv_estimator=gae"),
+        f"{own}critic.model.path=judge",
+    )
+    found = model_directories(load_config(None, given), "rl")
+    assert {key: path for key, path in found.items() if key.startswith(own)} == {
+        f"{own}actor_rollout_ref.model.path": "solver",
+        f"{own}critic.model.path": "judge",
+    }
