@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,14 @@ from ctrl_megatron.commands.start import CommandParser, command_entry_point
 from ctrl_megatron.config.flags import existing_path, output_path
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.metrics import byte_progress_bar
+
+
+def _model(text: str) -> str:
+    if not re.fullmatch(r"policy|value|agent[1-9][0-9]*(_value)?", text):
+        raise argparse.ArgumentTypeError(
+            f"invalid choice: {text!r} (choose policy, value, agent1, agent1_value, ...)"
+        )
+    return text
 
 
 @command_entry_point("convert_megatron_to_hf")
@@ -31,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=output_path, help="directory to write")
     parser.add_argument(
         "--model",
+        type=_model,
         default="policy",
         help="policy (the default) or value, or of a further policy agent1, agent1_value, ...",
     )

@@ -42,8 +42,7 @@ def partition_groups(
 ) -> list[list[int]]:
     """Like :func:`partition_by_cost`, but all items of a group are in the same part.
 
-    ``groups`` has one name per item, in any order; every part gets the same number of groups, or
-    one less where ``k`` does not divide it. With
+    ``groups`` has one name per item, in any order; every part gets the same number of groups. With
     ``swaps`` groups change places afterwards (:func:`swap_items_to_balance`), which many parts with
     a few very large groups need. Raises ``ValueError`` for unequal lengths and as
     :func:`partition_by_cost` does, for groups.
@@ -52,7 +51,6 @@ def partition_groups(
     for index, (_, group) in enumerate(zip(costs, groups, strict=True)):
         members.setdefault(group, []).append(index)
     blocks = list(members.values())
-    blocks += [[] for _ in range(-len(blocks) % k)]
     sums = [sum(costs[i] for i in block) for block in blocks]
     shared = partition_by_cost(sums, k)
     if swaps:

@@ -438,8 +438,9 @@ def deal_rows(
 ) -> list[list[int]]:
     """The share of each of ``ranks`` data ranks, as numbers of ``everything``.
 
-    Groups stay whole and inside their mini-batch, and every rank gets equally many of them: group
-    statistics stay local, and every optimizer step has rows on every rank.
+    Groups stay whole and inside their mini-batch, and every rank gets equally many of them, or one
+    less where they cannot be shared equally: group statistics stay local, and every optimizer step
+    has rows on every rank.
     """
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     for step in sorted({row.mini_batch for row in everything}):
@@ -449,7 +450,10 @@ def deal_rows(
             paid = shared_prefix and row.uid in seen
             costs.append(row.response + (0 if paid else row.prompt))
             seen.add(row.uid)
-        uids = [everything[number].uid for number in inside]
-        for rows, part in zip(dealt, partition_groups(costs, uids, ranks), strict=True):
-            rows += [inside[i] for i in sorted(part)]
+        uids: list[object] = [everything[number].uid for number in inside]
+        # Empty groups complete the last share.
+        missing = range(-len(set(uids)) % ranks)
+        parts = partition_groups([*costs, *(0.0 for _ in missing)], [*uids, *missing], ranks)
+        for rows, part in zip(dealt, parts, strict=True):
+            rows += [inside[i] for i in sorted(part) if i < len(inside)]
     return dealt

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from ctrl_megatron.algorithms import estimate_advantages
 from ctrl_megatron.config import load_config
-from ctrl_megatron.data.balance import partition_groups
 from ctrl_megatron.data.rows import Row
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.eval.transcripts import Turn
@@ -33,7 +32,14 @@ from ctrl_megatron.steps.rounds import (
     rounds_rates,
     turn_metrics,
 )
-from ctrl_megatron.steps.sample import CriticisedProgram, Revision, Sample, SampleRewards
+from ctrl_megatron.steps.sample import (
+    CriticisedProgram,
+    Revision,
+    Sample,
+    SampleRewards,
+    SampleSize,
+)
+from ctrl_megatron.steps.sampling import deal_rows
 from ctrl_megatron.types import Completion, Verdict
 
 WORDS = {"R": True, "W": False, "-": None}
@@ -251,7 +257,8 @@ def test_chains_of_unequal_length_are_packed_without_padding(
 def test_groups_that_ranks_cannot_share_equally(sizes: list[int], ranks: int) -> None:
     """Every group is whole on one rank, and no rank has two groups more than another."""
     uids = [number for number, size in enumerate(sizes) for _ in range(size)]
-    parts = partition_groups([1.0] * len(uids), uids, ranks)
+    rows = [SampleSize(uid=f"{uid}", mini_batch=0, prompt=3, response=5) for uid in uids]
+    parts = deal_rows(rows, ranks, shared_prefix=True)
     assert sorted(i for part in parts for i in part) == list(range(len(uids)))
     owned = [{uids[i] for i in part} for part in parts]
     assert sum(map(len, owned)) == len(sizes)
