@@ -389,4 +389,5 @@ def test_a_client_that_leaves_costs_no_worker_and_nothing_piles_up(
     after = faults(service)
     assert after["cancelled"] == before["cancelled"] + 3
     assert (after["restarts"], after["faults"]) == (before["restarts"], before["faults"])
-    assert len(list(Path(service.scratch).iterdir())) == folders
+    # What an earlier test has left may be removed meanwhile.
+    assert len(list(Path(service.scratch).iterdir())) <= folders
