@@ -107,6 +107,12 @@ class Row:
             id=self.id, problem=problem, solution=self.solution, pass_rate=self.pass_rate
         )
 
+    @property
+    def has_built_in_prompt(self) -> bool:
+        """Whether ``prompt`` is the built-in request for a critique of ``solution``, which later
+        turns use. UserError as ``attempt``."""
+        return [*self.prompt] == critique_messages(self.attempt().problem, self.solution)
+
 
 _COLUMNS = {f.name for f in fields(Row)} - {"extra", "uncounted", "place", "missing"}
 

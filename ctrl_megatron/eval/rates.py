@@ -30,7 +30,7 @@ from ctrl_megatron.eval.scores import (
     score_cells,
     scored_solutions,
 )
-from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.eval.transcripts import Turn, require_verdict
 from ctrl_megatron.types import Verdict
 
 RATES = {
@@ -270,12 +270,6 @@ def _of_problem(chains: Sequence[Chain], turn: int, ks: Sequence[int]) -> dict[s
 def _of_rounds(chains: Sequence[Chain], turn: int, n: int) -> dict[str, list[float]]:
     rates = round_rates([chain[:turn] for chain in chains], n)
     return {name: [sum(found) / len(found), 1.0] for name, found in rates.items() if found}
-
-
-def require_verdict(verdict: Verdict | None) -> Verdict:
-    """``verdict``, which is known in every judged chain."""
-    assert verdict is not None
-    return verdict
 
 
 def _stopped(chain: Sequence[Turn]) -> Verdict:

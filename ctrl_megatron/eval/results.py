@@ -19,7 +19,6 @@ from ctrl_megatron.eval.rates import (
     chains_by_critic,
     critic_chains,
     fill_rate_cells,
-    require_verdict,
     restrict_to_solutions,
     turn_statistics,
 )
@@ -31,7 +30,7 @@ from ctrl_megatron.eval.scores import (
     reliability,
     roc_curve,
 )
-from ctrl_megatron.eval.transcripts import Turn
+from ctrl_megatron.eval.transcripts import Turn, require_verdict
 
 _COMPARED = (
     *("pass@1", "pass_rate", "delta_up", "delta_down", "f1_macro", "judgment_accuracy"),

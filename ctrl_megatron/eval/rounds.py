@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 
 from ctrl_megatron.eval.scores import ScoredSolution, best_of_n
-from ctrl_megatron.eval.transcripts import Turn
-from ctrl_megatron.types import Verdict
+from ctrl_megatron.eval.transcripts import Turn, require_verdict
 
 ROUNDS = (
     *("undone", "stopped_right", "stopped_wrong", "over_first_turn", "tokens"),
@@ -44,13 +43,17 @@ def round_rates(chains: Iterable[Sequence[Turn]], n: int) -> Mapping[str, list[f
     cut = list(chains)
     last, first = [chain[-1] for chain in cut], [chain[0] for chain in cut]
     stops = [next((turn for turn in chain if turn.judgment), None) for chain in cut]
-    kept = [None if stop is None else _accepted(stop.before) for stop in stops]
+    kept = [None if stop is None else require_verdict(stop.before).accepted for stop in stops]
     found: dict[str, list[float | bool]] = {
-        "undone": [_accepted(t.before) and not _accepted(t.after) for t in last],
+        "undone": [
+            require_verdict(t.before).accepted and not require_verdict(t.after).accepted
+            for t in last
+        ],
         "stopped_right": [right is True for right in kept],
         "stopped_wrong": [right is False for right in kept],
         "over_first_turn": [
-            _accepted(t.after) - _accepted(f.after) for t, f in zip(last, first, strict=True)
+            require_verdict(t.after).accepted - require_verdict(f.after).accepted
+            for t, f in zip(last, first, strict=True)
         ],
         "tokens": [sum(map(_tokens_of, chain)) for chain in cut],
         "majority_of_n": [],
@@ -75,10 +78,5 @@ def _candidate(turn: Turn) -> ScoredSolution:
         attempt=turn.attempt,
         solution=turn.revision,
         score=0.5,
-        right=_accepted(turn.after),
+        right=require_verdict(turn.after).accepted,
     )
-
-
-def _accepted(verdict: Verdict | None) -> bool:
-    assert verdict is not None
-    return verdict.accepted

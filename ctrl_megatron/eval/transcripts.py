@@ -85,6 +85,12 @@ class Turn:
     judgment, for written critiques, and in transcripts of before version 0.2."""
 
 
+def require_verdict(verdict: Verdict | None) -> Verdict:
+    """``verdict``, which is known in every judged chain."""
+    assert verdict is not None
+    return verdict
+
+
 def turn_from_json(record: Mapping[str, Any], place: str) -> Turn:
     """The turn in a line of a transcript. Raises UserError that names ``place`` and the mistake."""
     names = {f.name for f in fields(Turn)}

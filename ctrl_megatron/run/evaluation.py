@@ -30,7 +30,6 @@ from ctrl_megatron.eval.transcripts import (
 from ctrl_megatron.eval.written import is_critique_file, read_critiques
 from ctrl_megatron.models.safetensors_dir import SafetensorsDirectory
 from ctrl_megatron.parallel.stop import StopRequested
-from ctrl_megatron.prompts import critique_messages
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards.plan import plan_rewards
 from ctrl_megatron.rollout.engine import require_engine
@@ -308,7 +307,7 @@ def _check_turns(plan: ChainPlan, inputs: RunInputs) -> None:
     if plan.turns == 1:
         return
     for row in inputs.validation.rows:
-        if list(row.prompt) != critique_messages(row.attempt().problem, row.solution):
+        if not row.has_built_in_prompt:
             raise UserError(
                 f"{row.place}: the row's prompt differs from the built-in request for a critique, "
                 "which later turns use",

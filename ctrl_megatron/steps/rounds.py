@@ -188,9 +188,9 @@ def draw_later_turns(worker: DAGWorker, first: Sequence[Sample], rounds: Rounds)
         asked = _next_requests(worker, latest, rounds, turn)
         if not worker.groups.any_rank(bool(asked))[0]:
             break
-        rows = [row for _, row, _ in asked]
-        prompts = [prompt for _, _, prompt in asked]
-        names = [draw_name(sample.parent, sample) for sample, _, _ in asked]
+        rows = [row for _, row in asked]
+        prompts = [sample.prompt for sample, _ in asked]
+        names = [draw_name(sample.parent, sample) for sample, _ in asked]
         params = sampling_params(worker, names, step=worker.step)
         params = params if rounds.compare == "state" else dataclasses.replace(params, n=1)
         groups = criticise(worker, rows, prompts, params, rounds.follow_up)
@@ -201,7 +201,7 @@ def draw_later_turns(worker: DAGWorker, first: Sequence[Sample], rounds: Rounds)
                 text=answer.text,
                 judgment=answer.judgment,
             )
-            for (request, _, _), answers in zip(asked, groups, strict=True)
+            for (request, _), answers in zip(asked, groups, strict=True)
             for answer in answers
         ]
         about = [row for row, answers in zip(rows, groups, strict=True) for _ in answers]
@@ -212,16 +212,22 @@ def draw_later_turns(worker: DAGWorker, first: Sequence[Sample], rounds: Rounds)
 
 def _next_requests(
     worker: DAGWorker, latest: Sequence[Sample], rounds: Rounds, turn: int
-) -> list[tuple[Sample, Row, Sequence[int]]]:
-    """(the sample as far as it is known, the row with the program to criticise, the prompt) for
-    every request of the turn. A chain ends where the prompt is too long.
+) -> list[tuple[Sample, Row]]:
+    """(the sample as far as it is known, the row with the program to criticise) for every request
+    of the turn. A chain ends where the prompt is too long.
     """
     seed = worker.config.actor_rollout_ref.rollout.seed
     found = []
     for uid, name, parent in rounds.choose_parents(latest, seed=seed, step=worker.step):
         assert parent.revision is not None
         given = worker.train.row(parent.row_id)
-        _require_own_request(given, parent)
+        if not given.has_built_in_prompt:
+            raise UserError(
+                f"{given.place or f'row {given.id!r}'}: the row's prompt differs from the built-in "
+                "request for a critique, which later turns use",
+                key="dag.options.turns",
+                remedy="set it to 1 for rows with prompts of your own",
+            )
         sample = dataclasses.replace(
             parent,
             uid=uid,
@@ -233,20 +239,8 @@ def _next_requests(
         row = sample.row_with_program(given)
         prompt = tuple(worker.codec.encode_chat(row.prompt, add_generation_prompt=True))
         if len(prompt) <= worker.config.data.max_prompt_length:
-            found.append((dataclasses.replace(sample, prompt=prompt), row, prompt))
+            found.append((dataclasses.replace(sample, prompt=prompt), row))
     return found
-
-
-def _require_own_request(row: Row, parent: Sample) -> None:
-    """UserError where the first turn's request is not the one that later turns use."""
-    about = dataclasses.replace(parent, program=CriticisedProgram(text=row.solution))
-    if about.row_with_program(row).prompt != tuple(row.prompt):
-        raise UserError(
-            f"{row.place or f'row {row.id!r}'}: the row's prompt differs from the built-in request "
-            "for a critique, which later turns use",
-            key="dag.options.turns",
-            remedy="set it to 1 for rows with prompts of your own",
-        )
 
 
 # Judging

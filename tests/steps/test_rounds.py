@@ -314,8 +314,9 @@ def judged(samples: list[Sample], rounds: Rounds, failing: tuple[str, ...] = ())
     return asyncio.run(judge_turns(worker, samples, rows, rounds))
 
 
-def test_a_gain_is_measured_from_the_program_that_the_critique_is_about() -> None:
-    chain = [
+def two_turns() -> list[Sample]:
+    """A chain from 2 to 5 to 9 of ten tests."""
+    return [
         critique("u", "W", revision=Revision(text="a" * 5)),
         critique(
             *("u/2", "W"),
@@ -324,6 +325,12 @@ def test_a_gain_is_measured_from_the_program_that_the_critique_is_about() -> Non
             program=CriticisedProgram(text="a" * 5),
             revision=Revision(text="a" * 9),
         ),
+    ]
+
+
+def test_a_gain_is_measured_from_the_program_that_the_critique_is_about() -> None:
+    chain = [
+        *two_turns(),
         # It stops, so its program is its revision.
         critique(
             *("u/3", "R"),
@@ -346,16 +353,7 @@ def test_a_gain_is_measured_from_the_program_that_the_critique_is_about() -> Non
 
 
 def test_a_critique_of_a_program_that_nobody_judged_has_no_reward() -> None:
-    chain = [
-        critique("u", "W", revision=Revision(text="a" * 5)),
-        critique(
-            *("u/2", "W"),
-            turn=2,
-            parent="u/0",
-            program=CriticisedProgram(text="a" * 5),
-            revision=Revision(text="a" * 9),
-        ),
-    ]
+    chain = two_turns()
     found = judged(chain, options(), failing=("a" * 5,))
     assert [s.outcome.total for s in found if s.outcome] == [pytest.approx(0.3), None]
     assert found[1].outcome and "could not" not in found[1].outcome.detail
