@@ -86,7 +86,8 @@ def said(name: str, path: Path, lora: Lora, pushed: list[dict[str, torch.Tensor]
         (own,) = await engine.token_log_probs(ROW)
         assert torch.allclose(torch.tensor(own), found[-1][0], atol=1e-5)
         if name != "hf":
-            draws, params = asyncio.Event(), SamplingParams(max_tokens=64, temperature=0.0)
+            # So many that they still draw when the first token of them has been seen.
+            draws, params = asyncio.Event(), SamplingParams(max_tokens=90, n=256)
             drawing = asyncio.create_task(
                 engine.generate([ROW[:4]], params, lambda place, tokens: draws.set())
             )
