@@ -147,6 +147,15 @@ def convert_input_errors(key: str = "") -> Iterator[None]:
 
 
 @contextmanager
+def begin_lines_of_errors(prefix: str) -> Iterator[None]:
+    """Let every line of a UserError of the block begin with ``prefix``."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError("\n".join(prefix + line for line in str(error).splitlines())) from error
+
+
+@contextmanager
 def name_file_in_errors(file: str | os.PathLike[str]) -> Iterator[None]:
     """Let an OSError of a block that writes to ``file`` name it, which ``os.write`` does not do."""
     try:

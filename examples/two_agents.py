@@ -25,6 +25,7 @@ from ctrl_megatron.pipeline import (
     NodeOutput,
     NodeType,
     Pipeline,
+    Sample,
     StepReport,
     TaskGraph,
     add_update_nodes,
@@ -32,6 +33,7 @@ from ctrl_megatron.pipeline import (
     critique_columns,
     draw_samples,
     fields_of_samples,
+    gather_samples,
     judge,
     make_batch,
     node,
@@ -101,7 +103,8 @@ def criticise(worker: DAGWorker, batch: TensorDict, batches: Sequence[TensorDict
     """From ``row`` and the solver's batch to the critic's: critiques, with the program that each is
     about in ``solution`` (B,) text and the share of the tests that this passes in ``before`` (B,).
     """
-    criticised = wrong_answers(worker, batches[SOLVER])
+    answers = gather_samples(worker.agents[SOLVER], batches[SOLVER])
+    criticised = wrong_answers(worker, answers)
 
     def prompt(row: Any) -> Sequence[int]:
         return critique_prompt(worker, criticised.get(row.id, row))
@@ -118,14 +121,15 @@ def criticise(worker: DAGWorker, batch: TensorDict, batches: Sequence[TensorDict
     return NodeOutput(batch=made, fields=fields_of_samples(samples, critique_columns))
 
 
-def wrong_answers(worker: DAGWorker, answers: TensorDict) -> dict[str, Any]:
+def wrong_answers(worker: DAGWorker, answers: Sequence[Sample]) -> dict[str, Any]:
     """Row id -> the row with the solver's first wrong answer as its solution, where there is one
     whose critique fits ``data.max_prompt_length``.
     """
     longest, found = worker.config.data.max_prompt_length, dict[str, Any]()
-    ids, written = texts(answers["problem_id"]), texts(answers["answer"])
-    for id_, text, score in zip(ids, written, answers["score"].tolist(), strict=True):
-        if id_ not in found and score < 1:
+    for answered in answers:
+        id_, score = answered.row_id, answered.fields["score"]
+        if id_ not in found and score is not None and score < 1:
+            text = answered.fields["answer"]
             wrong = dataclasses.replace(worker.train.row(id_), solution=text, pass_rate=score)
             if len(critique_prompt(worker, wrong)) <= longest:
                 found[id_] = wrong

@@ -45,10 +45,10 @@ def adapter_push_problems(config: Config) -> Iterator[str]:
             f"{_R}tensor_model_parallel_size={rollout.tensor_model_parallel_size} needs several; "
             "leave it out"
         )
-    if config.policies:
+    if 0 in config.engine_owners[1:]:
         yield (
-            f"{key} lets engines keep the weights of actor_rollout_ref.model.path, and policies "
-            "adds others; leave it out"
+            f"{key} lets engines keep the weights of actor_rollout_ref.model.path, and others "
+            "of policies draw with them; give those engines of their own, or leave it out"
         )
     own, proxy = family.model.path, family.proxy.model.path
     if config.proxy_shares_engines and proxy not in (None, own):

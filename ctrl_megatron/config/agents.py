@@ -6,28 +6,35 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _PATH = "actor_rollout_ref.model.path"
-_OWN_KEYS = (
-    _PATH,
+_TOKENIZER = "actor_rollout_ref.model.tokenizer_path"
+_ENGINE = "actor_rollout_ref.rollout.name"
+_DRAWS = (
+    *(_PATH, "actor_rollout_ref.model.lora_"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("n", "temperature", "top_p", "top_k")),
 )
-"""Keys that a further policy may set."""
-_OWN = (
-    *("actor_rollout_ref.model.lora_", "actor_rollout_ref.actor.", "actor_rollout_ref.ref."),
-    *("critic.", "algorithm."),
+_OWN = (*_DRAWS, "actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic.", "algorithm.")
+"""Keys that a further policy may set, a group of them by how their names begin."""
+_OF_ENGINES = (
+    *("actor_rollout_ref.rollout.", "actor_rollout_ref.model."),
+    *(f"actor_rollout_ref.actor.compute.{part}_offload" for part in ("param", "grad", "optimizer")),
+    *("data.max_prompt_length", "data.max_response_length"),
 )
-"""How the names of others begin."""
+"""Those that it may set where it has engines of its own, beside ``_DRAWS``."""
 _SHARED = (
-    *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron."),
-    *("actor_rollout_ref.actor.compute.", "actor_rollout_ref.actor.fsdp"),
-    *("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.filter_groups"),
-    "algorithm.distillation",
+    *("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.filter_groups."),
+    *("algorithm.distillation.", "actor_rollout_ref.rollout.staleness"),
+    *("actor_rollout_ref.rollout.update_in_flight", "actor_rollout_ref.rollout.streaming"),
+    *("actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.router_replay"),
 )
-"""Among these, the keys of the run: layouts, memory, and what the policies draw together."""
-_FROM_OWN_MODEL = (
-    *("actor_rollout_ref.ref.model.path", "critic.model.path"),
-    "actor_rollout_ref.model.tokenizer_path",
-)
+"""Among these, the keys of the run: how the policies draw together."""
+_FROM_OWN_MODEL = ("actor_rollout_ref.ref.model.path", "critic.model.path")
 """Paths that follow from a policy's own model where it does not set them."""
+
+
+def has_own_engines(own: Mapping[str, Any]) -> bool:
+    """Whether a policy with the settings ``own`` has engines of its own: it names their kind. The
+    others draw with the run's in turn."""
+    return _ENGINE in dict(leaves(own))
 
 
 def policy_problems(policies: Mapping[str, Any]) -> Iterator[str]:
@@ -42,12 +49,21 @@ def policy_problems(policies: Mapping[str, Any]) -> Iterator[str]:
         if not written.get(_PATH):
             yield f"policies.{name} lacks {_PATH}; name the directory of its model"
         for key in written:
-            own = key in _OWN_KEYS or key.startswith(_OWN)
-            if not own or key.startswith(_SHARED):
+            if _is_of(key, _SHARED) or not _is_of(key, (*_OWN, *_OF_ENGINES)):
                 yield (
                     f"policies.{name}.{key} is the same for all policies; set {key} for the run, "
                     "or leave it out"
                 )
+            elif _is_of(key, _OF_ENGINES) and not _is_of(key, _DRAWS) and _ENGINE not in written:
+                yield (
+                    f"policies.{name}.{key} belongs to engines, and {name} draws with those of the "
+                    f"run; give it engines of its own (policies.{name}.{_ENGINE}), or leave it out"
+                )
+
+
+def _is_of(key: str, names: tuple[str, ...]) -> bool:
+    """Whether one of ``names`` is the key, or a group that it is in."""
+    return any(key == name or (name[-1] in "._" and key.startswith(name)) for name in names)
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -62,9 +78,10 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def with_own_settings(run: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the ``run``, as plain values, with those of a policy over them."""
     given = dict(leaves(own))
+    unset: dict[str, Any] = dict.fromkeys(_FROM_OWN_MODEL)
     model = run["actor_rollout_ref"]["model"]
-    tokenizer = model["tokenizer_path"] or model["path"]
-    unset = dict.fromkeys(_FROM_OWN_MODEL) | {"actor_rollout_ref.model.tokenizer_path": tokenizer}
+    shared = model["tokenizer_path"] or model["path"]
+    unset[_TOKENIZER] = None if has_own_engines(own) else shared
     tree = _copied(run)
     for key, value in {**unset, **given, "policies": {}}.items():
         *groups, name = key.split(".")

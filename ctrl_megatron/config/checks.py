@@ -106,9 +106,11 @@ def model_directories(config: Config, purpose: Purpose) -> dict[str, str]:
             files = config.reward_model.model
             found["reward_model.model.path"] = files.path
             found["reward_model.model.tokenizer_path"] = files.tokenizer_path
-        for name, own in zip(config.policies, config.agents[1:], strict=True):
+        policies = zip(config.policies, config.agents[1:], config.engine_owners[1:], strict=True)
+        for name, own, owner in policies:
             theirs = model_directories(own, purpose)
-            theirs.pop("actor_rollout_ref.model.tokenizer_path", None)  # the run's
+            if not owner:
+                theirs.pop("actor_rollout_ref.model.tokenizer_path", None)  # the run's
             found |= {f"policies.{name}.{k}": p for k, p in theirs.items() if found.get(k) != p}
     return {key: path for key, path in found.items() if path}
 
@@ -503,10 +505,18 @@ def _agents(config: Config) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
+    size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     for name, own in zip(config.policies, further, strict=True):
-        problems = [*_ranges(own, {}), *_fsdp(own, "rl")]
-        for relation in (_adapters, _objective, _refreshed, _groups):
+        problems = [*_ranges(own, {}), *_sizes(own, "rl"), *_fsdp(own, "rl")]
+        for relation in (
+            *(_parallelism, _adapters, _quantisation, _objective, _refreshed),
+            _groups,
+        ):
             problems += relation(own)
+        try:
+            check_world_size(own, size)
+        except UserError as error:
+            problems.append(str(error))
         yield from (f"{key}.{name}: {problem}" for problem in problems)
 
 

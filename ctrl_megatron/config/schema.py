@@ -17,7 +17,7 @@ from ctrl_megatron.config.actor_rollout_ref import (
     ActorRolloutRef,
     Schedule,
 )
-from ctrl_megatron.config.agents import with_own_settings
+from ctrl_megatron.config.agents import has_own_engines, with_own_settings
 from ctrl_megatron.config.algorithm import (
     VALUE_MODEL,
     Algorithm,
@@ -42,7 +42,7 @@ from ctrl_megatron.config.keys import (
     when,
 )
 from ctrl_megatron.config.reward_model import REWARD_MODEL, RewardModelConfig
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import begin_lines_of_errors
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 """Sinks of metrics that file the run under a project."""
@@ -294,15 +294,19 @@ class Config:
         """
         further = []
         for name, own in self.policies.items():
-            try:
+            with begin_lines_of_errors(f"policies.{name}."):
                 config = build_config(Config, with_own_settings(asdict(self), own), {})
-            except UserError as error:
-                lines = [f"policies.{name}.{line}" for line in str(error).splitlines()]
-                raise UserError("\n".join(lines)) from None
             object.__setattr__(config, "written", self.written)
             object.__setattr__(config, "unresolved", self.unresolved)
             further.append(config)
         return (self, *further)
+
+    @property
+    def engine_owners(self) -> tuple[int, ...]:
+        """For each policy that learns, the number of the one whose engines it draws with: its own,
+        or that of the run."""
+        own = enumerate(self.policies.values(), 1)
+        return (0, *(number if has_own_engines(given) else 0 for number, given in own))
 
     def replace_groups(self, **groups: Any) -> Config:
         """``dataclasses.replace``, which keeps ``written`` and ``unresolved``."""
@@ -338,8 +342,9 @@ class Config:
     @property
     def proxy_shares_engines(self) -> bool:
         """True if actor and proxy generate on the same engines."""
-        kind = self.actor_rollout_ref.proxy.kind
-        return self.writes_revisions and kind in ("shared", "agent1")
+        kind, owners = self.actor_rollout_ref.proxy.kind, self.engine_owners
+        shared = kind == "shared" or (kind == "agent1" and (len(owners) == 1 or owners[1] == 0))
+        return self.writes_revisions and shared
 
     @property
     def shares_engines_with_frozen_proxy(self) -> bool:
@@ -354,10 +359,13 @@ class Config:
     @property
     def engine_gpus_per_node(self) -> int:
         """GPUs of a host that belong to engines alone, in addition to those of the ranks."""
-        rollout, proxy = self.actor_rollout_ref.rollout, self.actor_rollout_ref.proxy.engine
         if self.placement.rollout:
             return 0
-        owners = [(rollout, rollout.placement == "dedicated"), (proxy, self.has_proxy_engines)]
+        proxy = self.actor_rollout_ref.proxy.engine
+        agents = zip(self.agents, self.engine_owners, strict=True)
+        groups = [own.actor_rollout_ref.rollout for n, (own, of) in enumerate(agents) if n == of]
+        owners = [(proxy, self.has_proxy_engines)]
+        owners += [(keys, keys.placement == "dedicated") for keys in groups]
         return sum(keys.n_gpus_per_node or 0 for keys, alone in owners if alone)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ctrl_megatron.data.rows import Row, read_rows
@@ -29,6 +29,16 @@ class PromptTable:
     @cached_property
     def row_number_by_id(self) -> Mapping[str, int]:
         return {row.id: number for number, row in enumerate(self.rows)}
+
+    def of_rows(self, rows: Sequence[Row]) -> PromptTable:
+        """The prompts for ``rows`` alone, in their order; KeyError for one that has none here."""
+        numbers, ids = [self.row_number_by_id[row.id] for row in rows], {row.id for row in rows}
+        return replace(
+            self,
+            rows=tuple(rows),
+            prompts=tuple(self.prompts[number] for number in numbers),
+            sets={name: own & ids for name, own in self.sets.items()},
+        )
 
     def row(self, row_id: str) -> Row:
         """The row with this id; KeyError if there is none."""

@@ -169,7 +169,7 @@ class Executor:
             return
         policy = node.agent_group
         self.batches[policy], kept = apply_filter_plugin(self.batches[policy], node)
-        totals = self._worker.groups.sum_over_data(kept)
+        totals = self._agents[policy].groups.sum_over_data(kept)
         share = float(totals[0] / totals[1].clamp(min=1))
         metrics[f"{policy_metric_prefix(policy)}filter/{node.node_id}"] = share
 
@@ -205,7 +205,7 @@ class Executor:
 
     def _start(self, node: Node) -> None:
         future = None
-        if self._worker.groups.is_leader:
+        if self._agents[node.agent_group].groups.is_leader:
             future = self._worker.background.submit(self._run_aside(node, tuple(self.batches)))
         self._pending[node.node_id] = future, len(self._moves[node.agent_group])
 
@@ -225,12 +225,14 @@ class Executor:
         with self._worker.timeline.phase(f"wait_{node_id}", kind="wait"):
             (future, before), what = self._pending.pop(node_id), f"the node {node_id}"
             output = self._worker.wait_conditions.wait_together(future, what)
-            output = self._worker.groups.broadcast_from_leader(output)
+            output = self._agents[policy].groups.broadcast_from_leader(output)
         for moved in self._moves[policy][before:] if output is not None else ():
-            output = self._brought(output, moved, node_id)
+            output = self._brought(output, moved, node_id, self._agents[policy].groups)
         self._merge(policy, output, metrics, self.graph.nodes[node_id])
 
-    def _brought(self, output: NodeOutput, moved: Sequence[int], node_id: str) -> NodeOutput:
+    def _brought(
+        self, output: NodeOutput, moved: Sequence[int], node_id: str, groups: ProcessGroups
+    ) -> NodeOutput:
         """The output with its fields at the rows that ``moved`` has dealt to this rank. Collective.
         UserError for a field without one value per row.
         """
@@ -245,7 +247,7 @@ class Executor:
                     f"the node {node_id!r} returns {name} of shape {tuple(value.shape)}, but its "
                     "rows went to other ranks while it ran; return one value per row"
                 )
-        parts = self._worker.groups.gather_data_ranks(dict(output.fields))
+        parts = groups.gather_data_ranks(dict(output.fields))
         return dataclasses.replace(output, fields=select_rows(parts, moved))
 
 

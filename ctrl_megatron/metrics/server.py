@@ -77,8 +77,11 @@ class MetricsServer:
 
     def _metrics(self) -> tuple[int, str, str]:
         lines: list[str] = []
-        for gauge in [*step_gauges(self._newest), *(g for ask in self._gauges for g in ask())]:
-            lines += metric_lines("gauge", gauge.name, gauge.text, *gauge.samples)
+        found = [*step_gauges(self._newest), *(g for ask in self._gauges for g in ask())]
+        # The format has each name once.
+        for name, text in {gauge.name: gauge.text for gauge in found}.items():
+            samples = [sample for gauge in found if gauge.name == name for sample in gauge.samples]
+            lines += metric_lines("gauge", name, text, *samples)
         return 200, CONTENT_TYPE, "\n".join([*lines, ""])
 
     def _health(self) -> tuple[int, str, str]:

@@ -42,7 +42,7 @@ from ctrl_megatron.models.router import Routers, replay_rates
 from ctrl_megatron.models.shape import AnyShape, TransformersShape, context_of
 from ctrl_megatron.models.shards import ShardParam, shard_params
 from ctrl_megatron.models.strategy import ModelOptions, Optimizer, Strategy
-from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.groups import ProcessGroups, set_megatron_globals
 
 OffloadPart = Literal["weights", "gradients", "optimizer"]
 """A part of a model that can leave the device: parameters; gradient buffers, which come back as
@@ -82,6 +82,7 @@ class ParallelModel:
         self.shape: AnyShape = shape
         self.groups, self.options = groups, options
         self._take_device = take_device
+        set_megatron_globals(groups.megatron)
         self.strategy = _strategy(shape, groups, options)
         self._routers = Routers(self.models, shape)
         self.strategy.make_trainable_or_frozen(self.shards_without_onload())
@@ -129,6 +130,8 @@ class ParallelModel:
     def onload(self, *parts: OffloadPart) -> None:
         """Take the device and bring those of ``parts`` back to it that are away; no other part."""
         self._take_device()
+        # Another policy's model, which computes in turn, may have another layout.
+        set_megatron_globals(self.groups.megatron)
         for part in parts:
             self._parts[part].onload()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -189,6 +189,13 @@ class JoinedGroups:
     mail: Any
     """All ranks over gloo, for messages between worlds, whose sender may need hours; None where
     there is one world."""
+    further: tuple[ProcessGroups, ...] = ()
+    """The groups of each further policy's layout on the ranks of the first world; none on the
+    others."""
+
+    def of_policy(self, number: int) -> JoinedGroups:
+        """The same where the policy of that ``agent_group`` takes the first one's place."""
+        return replace(self, groups=self.further[number - 1]) if number and self.further else self
 
 
 def _gather(value: T, count: int, group: Any) -> list[T]:
@@ -206,10 +213,15 @@ def initialize_groups(
 
 
 def join_worlds(
-    worlds: Sequence[World], *, seed: int, timeout_seconds: float, launch: Launch | None = None
+    worlds: Sequence[World],
+    *,
+    seed: int,
+    timeout_seconds: float,
+    launch: Launch | None = None,
+    further: Sequence[Layout] = (),
 ) -> JoinedGroups:
     """Start torch.distributed with the launcher's settings and make the groups of ``worlds``,
-    which have each rank once.
+    which have each rank once, and those of ``further`` layouts over the ranks of the first.
 
     CUDA devices communicate over NCCL; without one, the CPU platform is installed and everything
     uses gloo. Raises ValueError if the number of launched ranks does not fit the worlds, if the
@@ -237,13 +249,14 @@ def join_worlds(
     if dist.get_world_size() != needed:
         raise ValueError(f"{dist.get_world_size()} ranks were started, the layout needs {needed}")
     with gloo.shared_gloo_thread():
-        joined = _collect(worlds, device, timeout, launch.master_addr)
+        joined = _collect(worlds, further, device, timeout, launch.master_addr)
     set_megatron_globals(joined.groups.megatron)
     coordinates = joined.groups.place
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed, tp_rank=coordinates.tp, ep_rank=coordinates.ep, etp_rank=coordinates.etp
     )
-    joined.groups.hosts.require_tensor_groups_within_host(joined.world.layout)
+    for groups in (joined.groups, *joined.further):
+        groups.hosts.require_tensor_groups_within_host(groups.layout)
     return joined
 
 
@@ -262,13 +275,18 @@ def _require_same(worlds: Sequence[World], store: Any, rank: int) -> None:
 
 
 def _collect(
-    worlds: Sequence[World], device: torch.device, timeout: timedelta, master: str
+    worlds: Sequence[World],
+    further: Sequence[Layout],
+    device: torch.device,
+    timeout: timedelta,
+    master: str,
 ) -> JoinedGroups:
     me, every = dist.get_rank(), tuple(range(dist.get_world_size()))
     world = next(w for w in worlds if me in w.ranks)
     makers = [_Makers.of(w.ranks, timeout) for w in worlds]
     # All ranks make the groups of all worlds, in one order.
-    made = [_groups_of(w, maker) for w, maker in zip(worlds, makers, strict=True)]
+    made = [_groups_of(w.layout, maker) for w, maker in zip(worlds, makers, strict=True)]
+    others = [_groups_of(layout, makers[0]) for layout in further]
     local_groups = made[worlds.index(world)]
     alone = len(worlds) == 1
     ours = _Makers.of(every, timeout)
@@ -291,8 +309,16 @@ def _collect(
     )
     everyone = RankSet(ranks=every, rank=me, device=device, hosts=hosts, host=host, writers=writers)
     mail = None if alone else GroupMaker(every, _LONGEST_MAIL, "gloo").create_own_group([every])
+    own = zip(further, others, strict=True) if world is worlds[0] else ()
     return JoinedGroups(
-        everyone=groups if alone else everyone, groups=groups, world=world, mail=mail
+        everyone=groups if alone else everyone,
+        groups=groups,
+        world=world,
+        mail=mail,
+        further=tuple(
+            replace(groups, layout=layout, place=layout.coordinates(groups.rank), **local)
+            for layout, local in own
+        ),
     )
 
 
@@ -315,8 +341,8 @@ class _Makers:
         )
 
 
-def _groups_of(world: World, make: _Makers) -> dict[str, Any]:
-    layout, every = world.layout, [tuple(range(world.layout.world_size))]
+def _groups_of(layout: Layout, make: _Makers) -> dict[str, Any]:
+    every = [tuple(range(layout.world_size))]
     return {
         "host": make.host.create_own_group(every),
         "host_model": make.host.create_own_group(layout.rank_sets_along("tp", "cp", "pp")),

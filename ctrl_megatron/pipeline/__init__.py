@@ -52,12 +52,13 @@ if TYPE_CHECKING:
     from ctrl_megatron.steps.repair import repair_pipeline
     from ctrl_megatron.steps.rounds import ctrl_rounds_pipeline
     from ctrl_megatron.steps.sample import (
+        Sample,
         critique_columns,
         revision_columns,
         reward_columns,
         verdict_columns,
     )
-    from ctrl_megatron.steps.sampling import balance, draw_samples
+    from ctrl_megatron.steps.sampling import balance, draw_samples, gather_samples
 
 __all__ = [
     "DAGWorker",
@@ -72,6 +73,7 @@ __all__ = [
     "Observation",
     "Pipeline",
     "ProcessGroupManager",
+    "Sample",
     "SampleInfo",
     "StepReport",
     "TaskGraph",
@@ -90,6 +92,7 @@ __all__ = [
     "environment_pipeline",
     "fields_from_rows",
     "fields_of_samples",
+    "gather_samples",
     "grpo_pipeline",
     "judge",
     "make_batch",
@@ -117,12 +120,12 @@ _LATER = {
         ("fields_from_rows", "fields_of_samples", "make_batch", "samples_of"), "steps.batch"
     ),
     **dict.fromkeys(
-        ("critique_columns", "revision_columns", "reward_columns", "verdict_columns"),
+        ("Sample", "critique_columns", "revision_columns", "reward_columns", "verdict_columns"),
         "steps.sample",
     ),
     **dict.fromkeys(("add_update_nodes", "ctrl_pipeline"), "steps.ctrl"),
     **dict.fromkeys(("judge", "revise", "with_decoded_text"), "steps.chain"),
-    **dict.fromkeys(("balance", "draw_samples"), "steps.sampling"),
+    **dict.fromkeys(("balance", "draw_samples", "gather_samples"), "steps.sampling"),
     **dict.fromkeys(
         ("coupled_grpo_pipeline", "dapo_pipeline", "grpo_pipeline", "ppo_pipeline"), "steps.grpo"
     ),

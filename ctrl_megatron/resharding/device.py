@@ -123,6 +123,8 @@ class DeviceOwner:
     the weights that they lack. All ranks call the same methods in the same order.
 
     The engines generate for all roles in turn; every completion names the weights that drew it.
+    Policies with engines of their own have an owner each, of whose engines one group is awake at a
+    time where they share devices.
 
     An engine that is lost, whenever that is, is restored by the next ``to_engine``: all ranks wait
     for its restart, and all engines get the weights anew.
@@ -145,6 +147,7 @@ class DeviceOwner:
         keep_proxy: bool = False,
         proof: PushProof | None = None,
         restarts: EngineRestarter | None = None,
+        beside: DeviceOwner | None = None,
     ) -> None:
         """``engine`` is a client of this host's engines on its first rank, None elsewhere.
 
@@ -158,7 +161,8 @@ class DeviceOwner:
         keep their base weights, also asleep, and the directories' roles use these. With
         ``keep_proxy`` the weights of the proxy's directory are read and sent once, and stay in the
         hosts' memory. ``proof`` says which pushes are verified; None verifies those after a loss.
-        Without ``restarts`` a lost engine is an error.
+        Without ``restarts`` a lost engine is an error. ``beside`` is the owner of the devices for
+        the engines of another policy.
         """
         self._engine, self._loop, self._sender = engine, loop, sender
         self._groups, self._layout = sender.groups, layout
@@ -174,7 +178,18 @@ class DeviceOwner:
         self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
         """The version that the engines have; None for weights that no push of ours has named."""
-        self._models: list[ParallelModel] = []
+        self._models: list[tuple[ParallelModel, Sequence[OffloadPart]]] = []
+        """Every model on the devices, and its parts that go to host memory; the same list for all
+        owners, and so are their versions."""
+        self.versions = VersionsByRole()
+        self.pushed: dict[Role, int] = {}
+        """N of the weights of each policy that were pushed last."""
+        self._owners: list[DeviceOwner] = []
+        """The owners for all engines on the devices, this one among them."""
+        if beside is not None:
+            self._models, self._owners = beside._models, beside._owners
+            self.versions, self.pushed = beside.versions, beside.pushed
+        self._owners.append(self)
         self._sources: dict[Role, WeightSource] = {}
         self._policies: dict[Role, Policy] = {}
         for role, directory in directories.items():
@@ -183,10 +198,7 @@ class DeviceOwner:
         self._handing_over = False
         self._step = 0
         """The training step of the last ``to_engine``."""
-        self.versions = VersionsByRole()
         self._reports: list[PushReport] = []
-        self.pushed: dict[Role, int] = {}
-        """N of the weights of each policy that were pushed last."""
         self.free_for_trainer()
 
     def register_policy(self, policy: Policy, role: Role) -> None:
@@ -200,11 +212,11 @@ class DeviceOwner:
 
         RuntimeError if the engine was awake meanwhile.
         """
-        if self._shared and self._asleep != set(ENGINE_MEMORY):
+        if any(one._shared and one._asleep != set(ENGINE_MEMORY) for one in self._owners):
             raise RuntimeError(
                 "a model was built while the engine has the device; call free_for_trainer() before"
             )
-        self._models.append(model)
+        self._models.append((model, self._offloaded_parts))
 
     def set_directory(self, role: Role, directory: str | Path) -> None:
         """Push the weights of an HF directory for ``role`` from now on."""
@@ -224,13 +236,19 @@ class DeviceOwner:
         self._proof.forget(role)
 
     def free_for_trainer(self) -> None:
-        """Let the engine sleep, if it is awake and shares the device. Collective. Loads no model
+        """Let the engines sleep that are awake and share the device. Collective. Loads no model
         back: each is loaded when it is used.
 
-        Its weights are copied to host memory only if the next completion needs the same ones; else
-        they are dropped, since a push comes before the next completion. Engines with adapters keep
-        what they have.
+        Their weights are copied to host memory only if the next completion needs the same ones;
+        else they are dropped, since a push comes before the next completion. Engines with adapters
+        keep what they have.
         """
+        for owner in self._owners:
+            same = owner._step < owner._critic_warmup and owner._loaded not in (None, "proxy")
+            owner._free(keep=same or owner._adapter_shape is not None)
+
+    def _free(self, *, keep: bool) -> None:
+        """Let these engines sleep, with their weights in host memory or without. Collective."""
         if self._handing_over:
             raise RuntimeError(
                 "a model was used while weights go to the engine; do that before or after"
@@ -240,12 +258,10 @@ class DeviceOwner:
         if self._asleep:
             # A push failed half-way: the run is about to end.
             raise RuntimeError(f"the engine sleeps only in part ({', '.join(self._asleep)})")
-        same = self._step < self._critic_warmup and self._loaded not in (None, "proxy")
-        keeps = same or self._adapter_shape is not None
         # Another leader may still be generating, and no rank may use the memory before it is free.
         self._groups.barrier()
-        sleep = self._engine.sleep(level=1 if keeps else 2) if self._engine else None
-        if not keeps:
+        sleep = self._engine.sleep(level=1 if keep else 2) if self._engine else None
+        if not keep:
             self._loaded = None
         self._asleep = set(ENGINE_MEMORY)
         try:
@@ -254,7 +270,7 @@ class DeviceOwner:
             )
         except ServiceLost as lost:
             # One that is lost has freed it too.
-            self.mark_lost(lost)
+            self._mark_lost(lost)
 
     def to_engine(self, role: Role, step: int) -> str:
         """Let the engine generate with the role's weights; returns their version. Collective.
@@ -269,6 +285,10 @@ class DeviceOwner:
             if self._restore():
                 self._proof.forget()
             try:
+                for other in self._owners:
+                    if other is not self:
+                        # It may draw again in this step, from the same weights.
+                        other._free(keep=True)
                 version, self._step = self.version(role, step), step
                 report, seconds = None, 0.0
                 if self._loaded != version:
@@ -297,7 +317,7 @@ class DeviceOwner:
                     self._reports.append(replace(report, seconds=seconds))
                 return version
             except ServiceLost as lost:
-                self.mark_lost(lost)
+                self._mark_lost(lost)
 
     def _begin_probe(self, role: Role) -> float:
         """Compute what the engines should say after the next push for ``role``, where that is
@@ -335,8 +355,12 @@ class DeviceOwner:
         self._wake("weights")
 
     def mark_lost(self, lost: ServiceLost) -> None:
-        """An engine is lost: the next ``to_engine`` restores it. Collective. Raises ServiceLost
-        where engines are not started again, or where that has not helped."""
+        """An engine, of whatever policy, is lost: the next ``to_engine`` restores it. Collective.
+        Raises ServiceLost where engines are not started again, or where that has not helped."""
+        for owner in self._owners:
+            owner._mark_lost(lost)
+
+    def _mark_lost(self, lost: ServiceLost) -> None:
         if self._restarts is None or self._losses == _MOST_LOSSES:
             raise lost
         self._losses += 1
@@ -371,8 +395,9 @@ class DeviceOwner:
         return reports
 
     def close(self) -> None:
-        if self._engine:
-            self._loop.run_before_close(self._engine.close())
+        for owner in self._owners:
+            if owner._engine:
+                owner._loop.run_before_close(owner._engine.close())
 
     def version(self, role: Role, step: int) -> str:
         """The name of the role's weights as they are now: a new one whenever they have changed.
@@ -387,9 +412,9 @@ class DeviceOwner:
         return 0 if model is None else model.update_count
 
     def _offload_models(self, but: ParallelModel | None = None) -> None:
-        for model in self._models:
+        for model, parts in self._models:
             stays = "weights" if model is but else None
-            for part in self._offloaded_parts:
+            for part in parts:
                 if part != stays:
                     model.offload(part)
 

@@ -37,11 +37,17 @@ def engine_config(config: Config, role: EngineRole) -> EngineConfig:
 
 
 def engine_placement(
-    config: Config, hosts: Hosts, worlds: Sequence[World], *, visible: int | None
+    config: Config,
+    hosts: Hosts,
+    worlds: Sequence[World],
+    *,
+    visible: int | None,
+    beside: Sequence[EnginePlace] = (),
 ) -> Placement:
     """The placement of the configured engines on the hosts of their world's ranks: first the
     actor's, then the proxy's own. ``hosts`` are those of all ranks, which see ``visible`` GPUs
-    each; None where there are none. Pure.
+    each; None where there are none. The devices of the dedicated engines ``beside`` are taken.
+    Pure.
     """
     rollout, world = config.actor_rollout_ref.rollout, world_of_role(worlds, "rollout")
     apart, own = world is not worlds[0], hosts.restricted_to_ranks(world.ranks)
@@ -53,6 +59,10 @@ def engine_placement(
         if apart
         else hosts.ranks_on(hosts.of_rank[first])
         for first in firsts
+    ]
+    taken = [
+        count + sum(len(engine.devices_on(host)) for engine in beside if host in engine.hosts)
+        for host, count in enumerate(taken)
     ]
     proxy = config.actor_rollout_ref.proxy.engine
     proxies = proxy.n_gpus_per_node or 0 if config.has_proxy_engines else 0
@@ -128,16 +138,20 @@ def engine_spec(
     place: EnginePlace,
     max_model_len: int,
     part: EnginePart | None = None,
+    *,
+    policy: str = "actor",
 ) -> EngineSpec:
     """The configured engine at one of its places, or its ``part`` there: with the proxy's weights,
-    or waiting for the actor's."""
+    or waiting for those of the ``policy``, whose configuration this is."""
     family, keys = config.actor_rollout_ref, engine_config(config, place.role)
     hosts, host = groups.hosts, place.host + (part.number if part else 0)
     together = len(placement.engines_on(host))
     same = placement.of_role(place.role).engines
     number = place.number - same[0].number
     on_gpus, is_actor = groups.device.type == "cuda", place.role == "rollout"
-    name, file = (keys.name, "engine") if is_actor else (f"proxy ({keys.name})", "proxy")
+    file = ("engine" if policy == "actor" else f"{policy}_engine") if is_actor else "proxy"
+    whose = ("" if policy == "actor" else policy) if is_actor else "proxy"
+    name = f"{whose} ({keys.name})" if whose else keys.name
     log = f"{file}.{number}" if number else file
     if part and part.number:
         log += f".part{part.number}"

@@ -74,10 +74,14 @@ class Services:
         max_model_len: int,
         proxy_model_len: int | None = None,
         judges: bool = True,
+        role: str = "actor",
+        beside: Sequence[Services] = (),
     ) -> None:
         """``max_model_len`` and ``proxy_model_len`` are the longest sequences, in tokens, of the
-        actor's engines and of the proxy's own.
+        actor's engines and of the proxy's own. ``role`` is the policy whose engines they are,
+        ``beside`` are the services of others: dedicated engines have other devices than theirs.
         """
+        self._role = role
         self.max_model_len, self.proxy_model_len = max_model_len, proxy_model_len
         self._config, self._groups, self._watch = config, joined.groups, watch
         self._everyone, self._world, self._worlds = joined.everyone, joined.world, worlds
@@ -85,7 +89,8 @@ class Services:
         self._probes = BackgroundLoop("probes")
         visible = torch.cuda.device_count() if joined.groups.device.type == "cuda" else None
         hosts = joined.everyone.hosts
-        self._started = engine_placement(config, hosts, worlds, visible=visible)
+        theirs = [engine for other in beside for engine in other._dedicated()]
+        self._started = engine_placement(config, hosts, worlds, visible=visible, beside=theirs)
         """The engines on the hosts of their world."""
         self.placement = led_placement(self._started, hosts, worlds)
         """The engines on the hosts of the actor's world, which send them weights."""
@@ -103,6 +108,11 @@ class Services:
         """Addresses of the sandboxes, this host's first; known after ``wait``."""
         self.sandbox_token: str | None = None
         """The token that the run's own sandboxes require; None where it has none."""
+
+    def _dedicated(self) -> Sequence[EnginePlace]:
+        """The engines whose devices no rank computes on."""
+        alone = self._config.actor_rollout_ref.rollout.placement == "dedicated"
+        return [e for e in self._started.engines if alone or e.role == "proxy"]
 
     def _has(self, role: str) -> bool:
         """Whether this rank's world has the engines or the sandboxes."""
@@ -137,7 +147,9 @@ class Services:
             part = meetings.get(place.number)
             if part is not None:
                 part = replace(part, number=groups.host_index - place.host)
-            spec = engine_spec(config, groups, self._started, place, longest, part)
+            spec = engine_spec(
+                config, groups, self._started, place, longest, part, policy=self._role
+            )
             self._engines[place.number] = engine = EngineProcess(spec)
             sleeps = place.role == "rollout" and config.actor_rollout_ref.rollout.engine_sleeps
             self._keepers[place.number] = self._kept(EngineService(engine), waits=sleeps)

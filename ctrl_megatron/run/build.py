@@ -17,6 +17,7 @@ from ctrl_megatron.data.sampler import MixtureSampler, ResumableSampler, Sampler
 from ctrl_megatron.engine_kinds import ENGINES
 from ctrl_megatron.errors import convert_input_errors
 from ctrl_megatron.generation.openai_client import OpenAIChat, TokenBudget
+from ctrl_megatron.graph.world_link import WorldLink
 from ctrl_megatron.models.build import BuildOptions
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.lora import lora_of_config, shape_with_adapters
@@ -28,6 +29,7 @@ from ctrl_megatron.models.shape import value_model_shape
 from ctrl_megatron.models.strategy import ModelOptions
 from ctrl_megatron.models.value import RewardModel, ValueModel
 from ctrl_megatron.parallel.groups import ProcessGroups
+from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.parallel.waiting import WaitRules
 from ctrl_megatron.resharding.device import DeviceOwner, Role, policy_role
 from ctrl_megatron.resharding.plan import EngineLayout, engine_cut
@@ -35,7 +37,7 @@ from ctrl_megatron.resharding.proof import PushProof
 from ctrl_megatron.resharding.transports import sender_class
 from ctrl_megatron.rewards import RewardSum
 from ctrl_megatron.rewards.build import build_reward_sum
-from ctrl_megatron.rollout.engine import Engine
+from ctrl_megatron.rollout.engine import CountedEngine
 from ctrl_megatron.rollout.engine_specs import actor_shape, proxy_path
 from ctrl_megatron.rollout.fleet import Services
 from ctrl_megatron.rollout.weight_update import read_model_config
@@ -49,30 +51,78 @@ from ctrl_megatron.steps.reward_reader import RankRewardModel, max_conversation_
 from ctrl_megatron.steps.worker import DAGWorker, Proxy, RolloutWorker
 
 
-def build_worker(
-    run: Session, services: Services, inputs: RunInputs
-) -> tuple[DAGWorker, Sampler, int]:
-    """(the worker of the nodes, the sampler of its rows, training steps of the run). Collective.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEngines:
+    """The engines that a policy draws with, as a rank of the actor's world uses them."""
 
-    If engine and trainer share the devices, models are built while the engine sleeps, because the
-    engine measures free memory when it starts.
+    services: Services
+    client: CountedEngine | None
+    """A client of all of them; None on ranks that lead no policy."""
+    owner: DeviceOwner
+
+
+def start_engines(run: Session, inputs: RunInputs, link: WorldLink) -> list[PolicyEngines]:
+    """Start the services of the run and the engines of every policy, the first one's first; empty
+    on ranks of a world without the actor, as ``link`` says. Collective over all ranks of the run.
+
+    Engines that share devices start while those that have started sleep, because an engine measures
+    free memory when it starts.
+    """
+    started, found = list[Services](), list[PolicyEngines]()
+    for number, owner in enumerate(run.config.engine_owners):
+        if number != owner:
+            found += found[owner : owner + 1]
+            continue
+        own = inputs.of_policy(number)
+        services = run.start_services(
+            max_model_len=own.max_model_len,
+            proxy_model_len=own.proxy_model_len,
+            judges=inputs.rewards.runs_programs and not number,
+            policy=number,
+            beside=started,
+        )
+        started.append(services)
+        if not link.has_rank_zero:
+            continue
+        config, groups = run.config.agents[number], run.groups_of_policy(number)
+        try:
+            device = device_owner(
+                run,
+                services,
+                {} if number else shared_proxy_directory(config),
+                groups=groups,
+                config=config,
+                shared=config.actor_rollout_ref.rollout.engine_sleeps,
+                offloaded_parts=parts_to_offload(config),
+                critic_warmup=config.trainer.critic_warmup,
+                probe=own.train.prompts[0],
+                beside=found[0].owner if found else None,
+            )
+        except StopRequested as why:
+            link.propagate_error(why, weights_changed=False)
+            raise
+        client = services.connect() if leads(run) else None
+        found.append(PolicyEngines(services=services, client=client, owner=device))
+    return found
+
+
+def leads(run: Session) -> bool:
+    """Whether this rank calls engines and sandboxes for a model copy of any policy."""
+    return any(run.groups_of_policy(n).is_leader for n in range(len(run.config.agents)))
+
+
+def build_worker(
+    run: Session, engines: Sequence[PolicyEngines], inputs: RunInputs
+) -> tuple[DAGWorker, Sampler, int]:
+    """(the worker of the nodes, the sampler of its rows, training steps of the run). ``engines``
+    are those of each policy. Collective.
     """
     config, groups = run.config, run.groups
     codec, train, validation = inputs.codec, inputs.train, inputs.validation
     sampler, steps = row_sampler(config, train), total_steps(config, len(train.rows))
-    family = config.actor_rollout_ref
-    engine = services.connect() if groups.is_leader else None
-    device = device_owner(
-        run,
-        services,
-        shared_proxy_directory(config),
-        shared=family.rollout.engine_sleeps,
-        offloaded_parts=parts_to_offload(config),
-        critic_warmup=config.trainer.critic_warmup,
-        probe=inputs.train.prompts[0],
-    )
+    services, device = engines[0].services, engines[0].owner
     built = [
-        build_learning_models(run, own, policy_role(number), steps, device)
+        build_learning_models(run, own, number, steps, engines[number].owner)
         for number, own in enumerate(config.agents)
     ]
     reward_model = None
@@ -93,10 +143,10 @@ def build_worker(
         draw=sampler.next_batch,
         peek=sampler.peek,
         total_steps=steps,
-        engine=engine,
+        engine=engines[0].client,
         owner=device,
         max_model_len=services.max_model_len,
-        proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
+        proxy=build_proxy(config, engines, inputs),
         rewards=build_rank_reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
         actor=built[0].policy,
@@ -112,6 +162,14 @@ def build_worker(
             worker,
             config=own,
             role=policy_role(number),
+            groups=run.groups_of_policy(number),
+            codec=inputs.of_policy(number).codec,
+            train=inputs.of_policy(number).train,
+            validation=inputs.of_policy(number).validation,
+            engine=engines[number].client,
+            owner=engines[number].owner,
+            max_model_len=engines[number].services.max_model_len,
+            restarts=engines[number].services.restarts,
             actor=built[number].policy,
             reference=built[number].reference,
             value=built[number].value,
@@ -140,15 +198,17 @@ class LearningModels:
 
 
 def build_learning_models(
-    run: Session, config: Config, role: Role, steps: int, device: DeviceOwner
+    run: Session, config: Config, number: int, steps: int, device: DeviceOwner
 ) -> LearningModels:
-    """The models of the policy of a ``role``, whose configuration is ``config``. Collective."""
+    """The models of the policy of that ``agent_group``, whose configuration is ``config``.
+    Collective."""
+    groups, role = run.groups_of_policy(number), policy_role(number)
     policy, reference = build_policies(
-        config, run.groups, steps, device, role, with_reference=run.has_role("reference")
+        config, groups, steps, device, role, with_reference=run.has_role("reference")
     )
     value = None
     if run.has_role("critic"):
-        value = build_value_model(config, run.groups, steps, device.free_for_trainer)
+        value = build_value_model(config, groups, steps, device.free_for_trainer)
         if value is not None:
             device.register_model(value)
     return LearningModels(policy=policy, reference=reference, value=value)
@@ -203,6 +263,7 @@ def rollout_worker(
     codec, table = inputs.codec, inputs.validation
     engine = services.connect() if groups.is_leader else None
     device = device_owner(run, services, {"actor": critic, **shared_proxy_directory(config)})
+    engines = PolicyEngines(services=services, client=engine, owner=device)
     return RolloutWorker(
         config=config,
         groups=groups,
@@ -213,17 +274,17 @@ def rollout_worker(
         engine=engine,
         owner=device,
         max_model_len=services.max_model_len,
-        proxy=build_proxy(config, services, inputs, groups, engine=engine, device=device),
+        proxy=build_proxy(config, [engines], inputs),
         rewards=build_rank_reward_sum(run, services, inputs),
         reward_weights=inputs.rewards.weights,
     )
 
 
 def build_rank_reward_sum(run: Session, services: Services, inputs: RunInputs) -> RewardSum | None:
-    """The reward functions of the run; None on ranks that are not leaders, and if no node of the
+    """The reward functions of the run; None on ranks that lead no policy, and if no node of the
     pipeline reads rewards.
     """
-    if not run.groups.is_leader or not inputs.rewards.functions:
+    if not leads(run) or not inputs.rewards.functions:
         return None
     validated = inputs.validation.rows if inputs.validation else ()
     return build_reward_sum(
@@ -237,16 +298,10 @@ def build_rank_reward_sum(run: Session, services: Services, inputs: RunInputs) -
 
 
 def build_proxy(
-    config: Config,
-    services: Services,
-    inputs: RunInputs,
-    groups: ProcessGroups,
-    *,
-    engine: Engine | None,
-    device: DeviceOwner,
+    config: Config, engines: Sequence[PolicyEngines], inputs: RunInputs
 ) -> Proxy | None:
-    """The configured source of revisions; None for a pipeline without revisions. ``engine`` and
-    ``device`` are the worker's.
+    """The configured source of revisions; None for a pipeline without revisions. ``engines`` are
+    those of each policy.
     """
     if not config.writes_revisions:
         return None
@@ -257,20 +312,23 @@ def build_proxy(
         servers, extra = build_proxy_clients(proxy.api), proxy.api.extra_body
         return ApiProxy(servers, proxy.api.model, cache=cache, extra=extra)
     if config.has_proxy_engines:
+        services = engines[0].services
         assert inputs.proxy_codec is not None and services.proxy_model_len is not None
         return EngineProxy(
-            services.connect("proxy") if groups.is_leader else None,
+            engines[0].client and services.connect("proxy"),
             inputs.proxy_codec,
             max_model_len=services.proxy_model_len,
             joins_calls=ENGINES[proxy.engine.name].joins_calls,
             patient=config.trainer.service_restarts > 0,
         )
+    number = 0 if config.shares_engines_with_frozen_proxy else 1
+    asked = engines[number]
     return SharedProxy(
-        engine,
-        device,
-        inputs.codec,
-        max_model_len=services.max_model_len,
-        role="proxy" if config.shares_engines_with_frozen_proxy else "agent1",
+        asked.client,
+        asked.owner,
+        inputs.of_policy(number).codec,
+        max_model_len=asked.services.max_model_len,
+        role=policy_role(number) if number else "proxy",
     )
 
 
@@ -539,17 +597,27 @@ def device_owner(
     services: Services,
     directories: Mapping[Role, str],
     *,
+    config: Config | None = None,
+    groups: ProcessGroups | None = None,
     shared: bool = False,
     offloaded_parts: Sequence[OffloadPart] = (),
     critic_warmup: int = 0,
     probe: Sequence[int] = (),
+    beside: DeviceOwner | None = None,
 ) -> DeviceOwner:
     """The owner of the devices, which pushes to the configured engines. ``probe`` are the tokens of
-    a row by which pushes of a trained policy are verified. Collective."""
-    family = run.config.actor_rollout_ref
+    a row by which pushes of a trained policy are verified. ``config`` and ``groups`` are those of a
+    policy, by default the first, and ``beside`` is the owner for another's engines. Collective."""
+    config, groups = config or run.config, groups or run.groups
+    family = config.actor_rollout_ref
     kind, quantised = ENGINES[family.rollout.name], family.rollout.quantization is not None
-    adapters_alone = pushes_adapters(run.config)
-    sender = sender_class(family.rollout.weight_transport)(run.groups)
+    adapters_alone = pushes_adapters(config)
+    drawing = [
+        own
+        for own, of in zip(run.config.agents, run.config.engine_owners, strict=True)
+        if run.config.agents[of] is config
+    ]
+    sender = sender_class(family.rollout.weight_transport)(groups)
     run.at_end.append(sender.close)
     layout = EngineLayout(
         dtype=family.rollout_dtype,
@@ -559,7 +627,7 @@ def device_owner(
             family.rollout.name,
             family.rollout.tensor_model_parallel_size,
             family.rollout.engine_kwargs,
-            on_cpu=run.groups.device.type == "cpu",
+            on_cpu=groups.device.type == "cpu",
         ),
         sends="trained" if adapters_alone else "merged",
         quantised=quantised,
@@ -569,23 +637,24 @@ def device_owner(
         run.background,
         sender,
         layout,
-        WaitRules(groups=run.groups, stop=run.stop, limit=run.config.trainer.wait_timeout),
+        WaitRules(groups=groups, stop=run.stop, limit=config.trainer.wait_timeout),
         directories=directories,
         strategy=family.actor.strategy,
         shared=shared,
         offloaded_parts=offloaded_parts,
         critic_warmup=critic_warmup,
         keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
-        adapter_shape=actor_shape(run.config) if adapters_alone else None,
+        adapter_shape=actor_shape(config) if adapters_alone else None,
         proof=PushProof(
-            run.config.trainer.verify_weight_sync,
-            run.groups,
+            config.trainer.verify_weight_sync,
+            groups,
             checksums=not (quantised and kind.rearranges_quantised),
             probe=() if kind.denoises else probe,
-            merges=any(own.actor_rollout_ref.model.lora_rank for own in run.config.agents)
+            merges=any(own.actor_rollout_ref.model.lora_rank for own in drawing)
             and not adapters_alone,
         ),
-        restarts=services if run.config.trainer.service_restarts else None,
+        restarts=services if config.trainer.service_restarts else None,
+        beside=beside,
     )
 
 

@@ -67,7 +67,7 @@ def inputs_with_checked_tests(run: Session, inputs: RunInputs) -> RunInputs:
         validation = _checked("data.val_files", validation, results, drop=drop, aloud=first)
     if not same and len(train.rows) < len(inputs.train.rows):
         require_enough_rows(len(train.rows), train.dropped, len(train.bad), config)
-    return replace(inputs, train=train, validation=validation)
+    return inputs.with_tables(train, validation)
 
 
 def _begun(run: Session, checks: RowTestChecks, stack: ExitStack) -> Future[None]:

@@ -7,7 +7,7 @@ UserError with a line for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ctrl_megatron.config.environment import read_launch
 from ctrl_megatron.data.prompt_table import PromptTable, load_prompt_table
 from ctrl_megatron.data.rows import CRITIQUE, Row, read_rows, rows_by_id
 from ctrl_megatron.data.tokens import TextCodec
-from ctrl_megatron.errors import UserError, convert_input_errors
+from ctrl_megatron.errors import UserError, begin_lines_of_errors, convert_input_errors
 from ctrl_megatron.models.hf_config import read_shape
 from ctrl_megatron.models.shape import context_of
 from ctrl_megatron.prompts import revision_messages
@@ -50,6 +50,28 @@ class RunInputs:
     """Longest sequence of these engines, in tokens."""
     reward_codec: TextCodec | None = None
     """The reward model's tokenizer."""
+    further: tuple[RunInputs, ...] = ()
+    """The same for each further policy: the run's rows, as tokens of its own."""
+
+    def of_policy(self, number: int) -> RunInputs:
+        """Those of the policy with that ``agent_group``."""
+        return self.further[number - 1] if number and self.further else self
+
+    def with_tables(self, train: PromptTable, validation: PromptTable | None) -> RunInputs:
+        """The same with other tables, for all policies."""
+
+        def own(table: PromptTable | None, rows: PromptTable | None) -> PromptTable | None:
+            return None if table is None or rows is None else table.of_rows(rows.rows)
+
+        further = tuple(
+            replace(
+                one,
+                train=one.train.of_rows(train.rows),
+                validation=own(one.validation, validation),
+            )
+            for one in self.further
+        )
+        return replace(self, train=train, validation=validation, further=further)
 
     def bad_row_warnings(self) -> list[str]:
         """A warning for each table of which bad rows were left out."""
@@ -114,6 +136,50 @@ def read_inputs(
 
     UserError naming file, row and column of a wrong value, and for too few rows for a step.
     """
+    found = _own_inputs(config, rewards, trains=trains, validates=validates, revises=revises)
+    if not trains or not config.policies:
+        return found
+    further, longest = list[RunInputs](), config.data.max_response_length
+    for number, own in enumerate(config.agents[1:], 1):
+        if config.engine_owners[number] != number:
+            further.append(found)
+            continue
+        asked = number == 1 and config.actor_rollout_ref.proxy.kind == "agent1"
+        with begin_lines_of_errors(f"policies.agent{number}."):
+            theirs = _own_inputs(
+                own,
+                rewards,
+                validates=validates,
+                revises=revises and asked,
+                reads=(found.codec, longest),
+            )
+        further.append(theirs)
+    tables = [one.train for one in further]
+    validated = [one.validation for one in further if one.validation is not None]
+    train = _common_rows(found.train, tables)
+    require_enough_rows(len(train.rows), train.dropped, len(train.bad), config)
+    validation = found.validation and _common_rows(found.validation, validated)
+    return replace(found, further=tuple(further)).with_tables(train, validation)
+
+
+def _common_rows(table: PromptTable, others: Sequence[PromptTable]) -> PromptTable:
+    """The rows whose prompt is short enough for every policy."""
+    rows = [r for r in table.rows if all(r.id in other.row_number_by_id for other in others)]
+    lost = len(table.rows) - len(rows)
+    return replace(table.of_rows(rows), dropped=table.dropped + lost)
+
+
+def _own_inputs(
+    config: Config,
+    rewards: RewardPlan,
+    *,
+    trains: bool = True,
+    validates: bool = True,
+    revises: bool = False,
+    reads: tuple[TextCodec, int] | None = None,
+) -> RunInputs:
+    """``read_inputs`` of one policy. If it ``revises``, ``reads`` are the tokenizer and the longest
+    critique of the policy that it answers, by default its own."""
     codec, proxy_codec = load_checked_tokenizer(config), check_proxy(config)
     reward_codec, check = (
         check_reward_model(config) if trains else None,
@@ -139,7 +205,7 @@ def read_inputs(
         train=train,
         validation=validation,
         rewards=rewards,
-        max_model_len=actor_engine_max_length(config, codec, rows, revises=shares),
+        max_model_len=actor_engine_max_length(config, codec, rows, revises=shares, reads=reads),
         proxy_codec=proxy_codec,
         proxy_model_len=own,
         reward_codec=reward_codec,
@@ -147,26 +213,35 @@ def read_inputs(
 
 
 def actor_engine_max_length(
-    config: Config, codec: TextCodec, rows: Sequence[Row], *, revises: bool
+    config: Config,
+    codec: TextCodec,
+    rows: Sequence[Row],
+    *,
+    revises: bool,
+    reads: tuple[TextCodec, int] | None = None,
 ) -> int:
     """Longest sequence of the actor's engines, in tokens: the configured length; else the length
     that follows from the other keys, or more if the rows' revision prompts (problem, solution and
     the longest critique, whose text may encode to other tokens than were drawn) need it, up to the
-    model's context.
+    model's context. ``reads`` are the tokenizer and the longest critique of another policy that
+    writes them.
 
     UserError if no row leaves room for a critique and a revision.
     """
     if not revises:
         return config.max_model_len
     critique, family = config.data.max_response_length, config.actor_rollout_ref
-    path = family.model.path
+    path, bare = family.model.path, _bare_lengths(codec, rows)
+    longest = critique + critique // _REENCODED_SHARE
+    if reads is not None:
+        longest = _critique_length(reads[1], bare, _bare_lengths(reads[0], rows))
     return _revising_length(
         config,
         "actor_rollout_ref.rollout.max_model_len",
-        _bare_lengths(codec, rows),
+        bare,
         given=family.rollout.max_model_len,
         least=config.max_model_len,
-        critique=critique + critique // _REENCODED_SHARE,
+        critique=longest,
         context=lambda: context_of(read_shape(path, family.actor.strategy))[0],
     )
 
@@ -174,26 +249,30 @@ def actor_engine_max_length(
 def proxy_engine_max_length(
     config: Config, actor: TextCodec, codec: TextCodec, rows: Sequence[Row]
 ) -> int:
-    """Longest sequence of the proxy's own engines, in its tokens: as ``actor_engine_max_length``,
-    with room for twice as long a critique as the rows let expect, which both tokenizers ``actor``
-    and ``codec`` encode.
+    """Longest sequence of the proxy's own engines, in its tokens: as ``actor_engine_max_length``
+    for critiques in the tokens of ``actor`` that ``codec`` encodes.
 
     UserError if no row leaves room for a critique and a revision, and for a model that does not
     name its context.
     """
     path, bare = proxy_path(config), _bare_lengths(codec, rows)
-    ratio = max(
-        ours / theirs for ours, theirs in zip(bare, _bare_lengths(actor, rows), strict=True)
-    )
     return _revising_length(
         config,
         "actor_rollout_ref.proxy.engine.max_model_len",
         bare,
         given=config.actor_rollout_ref.proxy.engine.max_model_len,
         least=0,
-        critique=2 * ceil(ratio * config.data.max_response_length),
+        critique=_critique_length(
+            config.data.max_response_length, bare, _bare_lengths(actor, rows)
+        ),
         context=lambda: _context_of(path),
     )
+
+
+def _critique_length(longest: int, ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens of our tokenizer for a critique of ``longest`` tokens of theirs: twice as many as the
+    rows' prompts let expect, whose lengths are ``ours`` and ``theirs``."""
+    return 2 * ceil(longest * max(own / other for own, other in zip(ours, theirs, strict=True)))
 
 
 def _bare_lengths(codec: TextCodec, rows: Sequence[Row]) -> list[int]:

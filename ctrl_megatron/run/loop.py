@@ -303,11 +303,11 @@ class TrainingLoop:
 
     def _skipped(self) -> tuple[tuple[str, SkippedUpdate, tuple[str, ...]], ...]:
         """``WorldReport.skipped`` of this world. Collective."""
-        groups, found = self.worker.groups, []
+        found = []
         for policy, agent in enumerate(self.worker.agents):
             for name, model in agent.trained_models.items():
                 for one in model.take_skipped_updates():
-                    parts = groups.gather_data_ranks(self._names(one.rows, policy))
+                    parts = agent.groups.gather_data_ranks(self._names(one.rows, policy))
                     rows = dict.fromkeys(row for part in parts for row in part)
                     found.append((name, one, tuple(rows)))
         return tuple(found)

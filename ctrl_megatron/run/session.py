@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from ctrl_megatron.parallel.groups import (
 from ctrl_megatron.parallel.layout import World, layout_for, world_of_role, worlds_of
 from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
+from ctrl_megatron.resharding.device import policy_role
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.fleet import Services
 from ctrl_megatron.run.measured_dtype import require_one_dtype
@@ -65,6 +66,10 @@ class Session:
     def all_ranks(self) -> RankSet:
         return self.joined.everyone
 
+    def groups_of_policy(self, number: int) -> ProcessGroups:
+        """The groups of the layout of the policy with that ``agent_group``."""
+        return self.joined.of_policy(number).groups
+
     def has_role(self, role: str) -> bool:
         """Whether this rank's world has the model of a role."""
         return world_of_role(self.worlds, role) is self.joined.world
@@ -76,11 +81,18 @@ class Session:
             raise StopRequested
 
     def start_services(
-        self, *, max_model_len: int, proxy_model_len: int | None = None, judges: bool = True
+        self,
+        *,
+        max_model_len: int,
+        proxy_model_len: int | None = None,
+        judges: bool = True,
+        policy: int = 0,
+        beside: Sequence[Services] = (),
     ) -> Services:
         """Start the engines for sequences of ``max_model_len`` tokens, the proxy's own for
         ``proxy_model_len`` tokens and, if the run ``judges`` programs, the sandboxes; return when
-        all of them answer.
+        all of them answer. Those of a further ``policy`` are its own engines alone, ``beside``
+        those of other policies.
 
         If one of them dies, that is the failure of the rank that started it. Raises StopRequested,
         on all ranks, if a stop is requested meanwhile. Collective over all ranks of the run.
@@ -88,8 +100,8 @@ class Session:
         if self.stop.requested_on_any_rank(self.all_ranks):
             raise StopRequested
         services = Services(
-            self.config,
-            self.joined,
+            self.config.agents[policy],
+            self.joined.of_policy(policy),
             self.worlds,
             self.watch,
             self.background,
@@ -97,6 +109,8 @@ class Session:
             max_model_len=max_model_len,
             proxy_model_len=proxy_model_len,
             judges=judges,
+            role=policy_role(policy),
+            beside=beside,
         )
         self.at_end.append(services.stop)
         services.start()
@@ -128,8 +142,10 @@ def session(config: Config, *, apart: bool = False) -> Iterator[Session]:
 
     with stop.end_on_stop(_end_alone):
         worlds = _worlds(config, apart=apart)
+        own = [one.actor_rollout_ref.actor for one in config.agents[1:]] if apart else []
         joined = join_worlds(
             worlds,
+            further=[layout_for(len(worlds[0].ranks), actor) for actor in own],
             seed=config.trainer.seed,
             timeout_seconds=config.trainer.distributed_timeout,
             launch=read_launch(),

@@ -14,14 +14,18 @@ from ctrl_megatron.graph.graph import StepReport
 from ctrl_megatron.graph.world_link import SingleWorld, WorldLink, WorldReport
 from ctrl_megatron.models.kernels import kernels_line
 from ctrl_megatron.parallel.layout import World
-from ctrl_megatron.parallel.placement import EngineRole
 from ctrl_megatron.parallel.stop import StopRequested
 from ctrl_megatron.record.dump import StepDump
 from ctrl_megatron.record.profile import step_profile_watchers
 from ctrl_megatron.record.recorder import Recorder, banner
+from ctrl_megatron.resharding.device import policy_role
 from ctrl_megatron.rollout.engine_specs import engine_config
-from ctrl_megatron.rollout.fleet import Services
-from ctrl_megatron.run.build import build_worker, build_worker_without_actor
+from ctrl_megatron.run.build import (
+    PolicyEngines,
+    build_worker,
+    build_worker_without_actor,
+    start_engines,
+)
 from ctrl_megatron.run.checked_rows import inputs_with_checked_tests
 from ctrl_megatron.run.checks.rewards import inert_reward_warnings
 from ctrl_megatron.run.checks.rl import check_rl_run
@@ -69,20 +73,16 @@ def train(config: Config) -> bool:
             return True
         link = world_link(run, inputs)
         described, isolation = "", dict[str, float]()
-        services = run.start_services(
-            max_model_len=inputs.max_model_len,
-            proxy_model_len=inputs.proxy_model_len,
-            judges=rewards.runs_programs,
-        )
+        engines = start_engines(run, inputs, link)
         if link.has_rank_zero:
             try:
-                worker, sampler, steps = build_worker(run, services, inputs)
+                worker, sampler, steps = build_worker(run, engines, inputs)
                 run.raise_if_stop_requested_on_any_rank()
                 isolation = worker.run_on_leader(
                     lambda: isolation_metric(worker), "the sandboxes to answer"
                 )
                 proxy = worker.proxy
-                described = banner_services_line(config, services, isolation)
+                described = banner_services_line(config, engines, isolation)
                 servers = (
                     "" if proxy is None else worker.run_on_leader(proxy.probe_servers, "the proxy")
                 )
@@ -196,18 +196,25 @@ def _keep_flops(worker: DAGWorker, others: Sequence[WorldReport]) -> None:
     worker.elsewhere = [report.passes for report in others]
 
 
-def banner_services_line(config: Config, services: Services, level: Mapping[str, float]) -> str:
+def banner_services_line(
+    config: Config, engines: Sequence[PolicyEngines], level: Mapping[str, float]
+) -> str:
     """For the banner: the engines, and the isolation of programs."""
-    counts: Counter[EngineRole] = Counter(engine.role for engine in services.placement.engines)
-    engines = ", ".join(
-        f"{count} {engine_config(config, role).name} engine{'s' if count > 1 else ''}"
-        + (" of the proxy" if role == "proxy" else "")
-        for role, count in counts.items()
+    counts: Counter[tuple[str, str]] = Counter()
+    for number, (own, used) in enumerate(zip(config.agents, engines, strict=True)):
+        if config.engine_owners[number] == number:
+            whose = f" of {policy_role(number)}" if number else ""
+            for one in used.services.placement.engines:
+                of = " of the proxy" if one.role == "proxy" else whose
+                counts[engine_config(own, one.role).name, of] += 1
+    named = ", ".join(
+        f"{count} {name} engine{'s' if count > 1 else ''}{of}"
+        for (name, of), count in counts.items()
     )
     if "sandbox/isolation" not in level:
-        return f"{engines}; no sandbox of this run"
+        return f"{named}; no sandbox of this run"
     held = LEVELS[len(LEVELS) - 1 - int(level["sandbox/isolation"])]
-    return f"{engines}; sandbox isolation: {held}"
+    return f"{named}; sandbox isolation: {held}"
 
 
 async def isolation_metric(worker: RolloutWorker) -> dict[str, float]:

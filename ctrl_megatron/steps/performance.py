@@ -68,13 +68,17 @@ def pass_flops_and_seconds(worker: DAGWorker) -> tuple[float, float]:
     took in this step, added up over all its devices). Collective."""
     seconds = seconds_by_name(worker.timeline.phases())
     rewarding = None if worker.reward_model is None else worker.reward_model.model
-    models_by_agent = ((agent.actor, agent.reference, agent.value) for agent in worker.agents)
-    models = [*(model for of_agent in models_by_agent for model in of_agent), rewarding]
-    local = sum(sum(model.take_flops()) for model in models if model is not None)
+    total = 0
+    for agent in worker.agents:
+        models = [agent.actor, agent.reference, agent.value, rewarding]
+        # Read once, whoever asks.
+        rewarding = None
+        local = sum(sum(model.take_flops()) for model in models if model is not None)
+        total += sum(agent.groups.gather_data_ranks(local))
     nodes = ("old_log_prob", "ref_log_prob", "actor_update", "values", "critic_update")
     names = [policy_node_id(name, policy) for policy in range(len(worker.agents)) for name in nodes]
     took = sum(seconds.get(f"time/{name}", 0.0) for name in (*names, MODEL_REWARD))
-    return sum(worker.groups.gather_data_ranks(local)), took * worker.groups.size
+    return total, took * worker.groups.size
 
 
 def engine_metrics(worker: DAGWorker) -> dict[str, float]:

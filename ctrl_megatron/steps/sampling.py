@@ -18,7 +18,13 @@ from ctrl_megatron.errors import ServiceLost, UserError
 from ctrl_megatron.graph.declarations import node
 from ctrl_megatron.graph.node import NodeOutput
 from ctrl_megatron.parallel.groups import ProcessGroups
-from ctrl_megatron.steps.batch import fields_of_samples, join_samples, make_batch, sample_sizes
+from ctrl_megatron.steps.batch import (
+    fields_of_samples,
+    join_samples,
+    make_batch,
+    sample_sizes,
+    samples_of,
+)
 from ctrl_megatron.steps.draws import StepDraw
 from ctrl_megatron.steps.sample import ColumnMaker, Sample, SampleSize, weight_versions_text
 from ctrl_megatron.types import Completion, SamplingParams
@@ -382,6 +388,12 @@ def rates_by_set(
         of_set = rates([result for row, result in results if row in ids])
         by_name |= {f"{name}/{rate}": value for rate, value in of_set.items()}
     return by_name
+
+
+def gather_samples(worker: DAGWorker, batch: TensorDict) -> list[Sample]:
+    """The samples of all data ranks in a batch of the worker's policy, on every rank, wherever
+    another policy has its rows. Collective."""
+    return [one for part in worker.groups.gather_data_ranks(samples_of(batch)) for one in part]
 
 
 def share_prompts(

@@ -75,6 +75,7 @@ def chain_model(
     if family:
         kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
         kept += ("max_position_embeddings",)
+        keys = {"num_hidden_layers": 2, **keys}
         config = CONFIG_MAPPING[family](**{key: getattr(config, key) for key in kept}, **keys)
     config.update(
         {
@@ -157,7 +158,9 @@ def write_problems(path: Path, first: int = 0) -> Path:
     return path
 
 
-def byte_chat_model(directory: Path, texts: Sequence[str], *, experts: int = 0) -> Path:
+def byte_chat_model(
+    directory: Path, texts: Sequence[str], *, experts: int = 0, family: str = ""
+) -> Path:
     """A ``chain_model`` with another vocabulary, tokenizer and chat template than SmolLM2's: its
     tokens are bytes, and a conversation ends with ``[bot]``.
     """
@@ -182,4 +185,4 @@ def byte_chat_model(directory: Path, texts: Sequence[str], *, experts: int = 0) 
     LlamaConfig(
         vocab_size=size, eos_token_id=0, bos_token_id=None, max_position_embeddings=8192
     ).save_pretrained(source)
-    return chain_model(directory, source, texts, 0.9, experts=experts)
+    return chain_model(directory, source, texts, 0.9, experts=experts, family=family)

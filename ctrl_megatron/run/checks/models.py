@@ -87,8 +87,9 @@ def _roles(config: Config, actor: str) -> Iterator[tuple[str, str]]:
     family = config.actor_rollout_ref
     if config.shares_engines_with_frozen_proxy:
         yield _PROXY, family.proxy.model.path or actor
-    for name, own in zip(config.policies, config.agents[1:], strict=True):
-        yield f"policies.{name}.{_MODEL}", own.actor_rollout_ref.model.path
+    for number, own in enumerate(config.agents[1:], 1):
+        if config.engine_owners[number] == 0:
+            yield f"policies.agent{number}.{_MODEL}", own.actor_rollout_ref.model.path
     if config.needs_reference:
         yield "actor_rollout_ref.ref.model.path", family.ref.model.path or actor
     if config.needs_value_model:

@@ -18,7 +18,13 @@ from ctrl_megatron.config.checks import estimator_is_loss_hint
 from ctrl_megatron.config.import_path import import_callable
 from ctrl_megatron.config.keys import value_at_key
 from ctrl_megatron.config.options import explicit_parameters, function_options
-from ctrl_megatron.errors import UserError, convert_user_code_errors, raise_all, run_all_checks
+from ctrl_megatron.errors import (
+    UserError,
+    begin_lines_of_errors,
+    convert_user_code_errors,
+    raise_all,
+    run_all_checks,
+)
 from ctrl_megatron.graph.graph import TaskGraph
 from ctrl_megatron.graph.siirl_names import NodeRole
 from ctrl_megatron.parallel.layout import worlds_of
@@ -61,17 +67,16 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     """
     graphs: list[TaskGraph] = []
     plans: list[RewardPlan] = []
-    rollout = config.actor_rollout_ref.rollout
+    rollouts = [own.actor_rollout_ref.rollout for own in config.agents]
     run_all_checks(
         lambda: graphs.append(configured_pipeline(config)),
         lambda: check_estimator_and_loss(config),
         lambda: check_rewards(config),
         lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
         lambda: [check_group_filter(config, plan) for plan in plans],
-        lambda: check_model_files(config, "rl"),
-        lambda: require_engine(rollout.name, rollout.python),
-        lambda: sender_class(rollout.weight_transport),
-        lambda: check_tokenizers(config, "rl"),
+        lambda: [require_engine(keys.name, keys.python) for keys in rollouts],
+        lambda: [sender_class(keys.weight_transport) for keys in rollouts],
+        *map(_model_checks, range(len(config.agents)), config.agents),
         lambda: check_proxy(config),
         lambda: check_reward_model(config),
         lambda: check_loggers(config),
@@ -87,6 +92,18 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     check_gpu(config, "rl")
     check_disk(config, "rl")
     return graphs[0], plans[0]
+
+
+def _model_checks(policy: int, config: Config) -> Callable[[], None]:
+    """A check of the models of the policy of that number, whose configuration is ``config``."""
+
+    def check() -> None:
+        with begin_lines_of_errors(f"policies.agent{policy}." if policy else ""):
+            run_all_checks(
+                lambda: check_model_files(config, "rl"), lambda: check_tokenizers(config, "rl")
+            )
+
+    return check
 
 
 def configured_pipeline(config: Config) -> TaskGraph:
