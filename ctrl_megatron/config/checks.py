@@ -481,7 +481,7 @@ def _proxy(config: Config) -> Iterator[str]:
 
 def _agents(config: Config) -> Iterator[str]:
     """Problems of further policies."""
-    family, algorithm, key = config.actor_rollout_ref, config.algorithm, "policies"
+    family, key = config.actor_rollout_ref, "policies"
     if not config.policies:
         if family.proxy.kind == "agent1":
             yield f"{_P}kind=agent1 is a second policy, which the run lacks; set {key}"
@@ -496,8 +496,6 @@ def _agents(config: Config) -> Iterator[str]:
             "pipeline of your own, such as examples.two_agents:build, or leave the key out"
         )
     together = f"{key} trains several policies, which "
-    if algorithm.filter_groups.enable:
-        yield f"{together}have no dynamic sampling; leave algorithm.filter_groups.enable out"
     for placed in _placed(config, *ROLES, "auto"):
         yield f"{together}share all ranks; leave {placed} out"
     try:

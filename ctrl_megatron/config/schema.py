@@ -65,6 +65,7 @@ _NAME = Range(
 )
 _STEPS = Range("a list of steps (from 1), or all", re.compile(r"(all|[1-9][0-9]*)$").match)
 _SERVED = Condition((".metrics_port",), bool, "{0}=PORT")
+_SEVERAL = Condition(("policies",), bool, "{0}.agent1")
 _PROFILED = Condition((".profile_steps",), bool, "{0}=[STEP]")
 
 
@@ -151,6 +152,9 @@ class Trainer:
     """Validate before the first step."""
     critic_warmup: int = key(0, AT_LEAST_0, stage="rl")
     """Training steps in which only the value model learns."""
+    turn_steps: int = key(0, AT_LEAST_0, read=_SEVERAL, stage="rl")
+    """Steps in a row in which one policy learns before the next one does; 0: all learn in every
+    step."""
     resume_mode: str = "auto"
     """auto continues from the newest checkpoint, disable starts over, and a path continues from
     that checkpoint, or from the newest one that the run has saved since."""
@@ -269,6 +273,9 @@ class Config:
     """The keys that refer to the environment: value, and as it was written. Not a key."""
     translation: ClassVar[tuple[str, ...]] = ()
     """What became of the keys of another trainer (``config_format``), a line each. Not a key."""
+    turn: ClassVar[tuple[int, int] | None] = None
+    """(number of the policy whose configuration this is, number of all), filled in by ``agents``.
+    Not a key."""
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
@@ -293,11 +300,12 @@ class Config:
         settings that no policy can have.
         """
         further = []
-        for name, own in self.policies.items():
+        for number, (name, own) in enumerate(self.policies.items(), 1):
             with begin_lines_of_errors(f"policies.{name}."):
                 config = build_config(Config, with_own_settings(asdict(self), own), {})
             object.__setattr__(config, "written", self.written)
             object.__setattr__(config, "unresolved", self.unresolved)
+            object.__setattr__(config, "turn", (number, 1 + len(self.policies)))
             further.append(config)
         return (self, *further)
 
@@ -308,9 +316,17 @@ class Config:
         own = enumerate(self.policies.values(), 1)
         return (0, *(number if has_own_engines(given) else 0 for number, given in own))
 
+    def learns_in(self, step: int) -> bool:
+        """Whether the policy learns in the training step before which ``step`` are finished:
+        after ``trainer.critic_warmup``, and in its turn (``trainer.turn_steps``)."""
+        number, count = self.turn or (0, 1 + len(self.policies))
+        after, each = step - self.trainer.critic_warmup, self.trainer.turn_steps
+        return after >= 0 and (not each or after // each % count == number)
+
     def replace_groups(self, **groups: Any) -> Config:
-        """``dataclasses.replace``, which keeps ``written`` and ``unresolved``."""
+        """``dataclasses.replace``, which keeps what is no key."""
         config = replace(self, **groups)
+        object.__setattr__(config, "turn", self.turn)
         object.__setattr__(config, "written", self.written)
         object.__setattr__(config, "unresolved", self.unresolved)
         return config

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         samples_of,
     )
     from ctrl_megatron.steps.chain import judge, revise, with_decoded_text
+    from ctrl_megatron.steps.co_train import co_train_pipeline
     from ctrl_megatron.steps.ctrl import add_update_nodes, ctrl_pipeline
     from ctrl_megatron.steps.episodes import (
         Environment,
@@ -81,6 +82,7 @@ __all__ = [
     "add_update_nodes",
     "always",
     "balance",
+    "co_train_pipeline",
     "coupled_grpo_pipeline",
     "critique_columns",
     "ctrl_pipeline",
@@ -138,6 +140,7 @@ _LATER = {
         ("embodied_srpo_pipeline", "progress_reward", "success_rate", "success_rate_within"),
         "guide.embodied",
     ),
+    "co_train_pipeline": "steps.co_train",
     "repair_pipeline": "steps.repair",
     "ctrl_rounds_pipeline": "steps.rounds",
 }

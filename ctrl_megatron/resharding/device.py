@@ -18,7 +18,7 @@ from host memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -142,7 +142,7 @@ class DeviceOwner:
         strategy: StrategyName = "megatron",
         shared: bool = False,
         offloaded_parts: Sequence[OffloadPart] = (),
-        critic_warmup: int = 0,
+        learns: Callable[[int], bool] = lambda step: True,
         adapter_shape: AnyShape | None = None,
         keep_proxy: bool = False,
         proof: PushProof | None = None,
@@ -155,8 +155,8 @@ class DeviceOwner:
         ``strategy`` says which models may be there.
         With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
         without it they never sleep. ``offloaded_parts`` are the parts of a model that go to host
-        memory while the engines generate. In the first ``critic_warmup`` training steps the actor
-        does not learn.
+        memory while the engines generate. ``learns`` says whether the policy does after so many
+        training steps.
         ``adapter_shape`` is the shape of the actor if only LoRA adapters are sent. The engines then
         keep their base weights, also asleep, and the directories' roles use these. With
         ``keep_proxy`` the weights of the proxy's directory are read and sent once, and stay in the
@@ -170,11 +170,7 @@ class DeviceOwner:
         self._waiting = waiting
         self._adapter_shape, self._keep_proxy = adapter_shape, keep_proxy
         self._strategy: StrategyName = strategy
-        self._shared, self._offloaded_parts, self._critic_warmup = (
-            shared,
-            offloaded_parts,
-            critic_warmup,
-        )
+        self._shared, self._offloaded_parts, self._learns = shared, offloaded_parts, learns
         self._restarts, self._suspect, self._losses = restarts, False, 0
         self._loaded: str | None = None
         """The version that the engines have; None for weights that no push of ours has named."""
@@ -186,9 +182,11 @@ class DeviceOwner:
         """N of the weights of each policy that were pushed last."""
         self._owners: list[DeviceOwner] = []
         """The owners for all engines on the devices, this one among them."""
+        self._reports: list[PushReport] = []
         if beside is not None:
             self._models, self._owners = beside._models, beside._owners
             self.versions, self.pushed = beside.versions, beside.pushed
+            self._reports = beside._reports
         self._owners.append(self)
         self._sources: dict[Role, WeightSource] = {}
         self._policies: dict[Role, Policy] = {}
@@ -198,7 +196,6 @@ class DeviceOwner:
         self._handing_over = False
         self._step = 0
         """The training step of the last ``to_engine``."""
-        self._reports: list[PushReport] = []
         self.free_for_trainer()
 
     def register_policy(self, policy: Policy, role: Role) -> None:
@@ -244,7 +241,7 @@ class DeviceOwner:
         keep what they have.
         """
         for owner in self._owners:
-            same = owner._step < owner._critic_warmup and owner._loaded not in (None, "proxy")
+            same = not owner._learns(owner._step) and owner._loaded not in (None, "proxy")
             owner._free(keep=same or owner._adapter_shape is not None)
 
     def _free(self, *, keep: bool) -> None:
@@ -391,7 +388,8 @@ class DeviceOwner:
 
     def pop_push_reports(self) -> list[PushReport]:
         """The reports of the pushes since the last call."""
-        reports, self._reports = self._reports, []
+        reports = self._reports.copy()
+        self._reports.clear()
         return reports
 
     def close(self) -> None:

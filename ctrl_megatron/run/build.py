@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ctrl_megatron.algorithms import AdaptiveKLController, FixedKLController, get_kl_controller
 from ctrl_megatron.checkpoint.hf import load_hf
@@ -94,7 +96,7 @@ def start_engines(run: Session, inputs: RunInputs, link: WorldLink) -> list[Poli
                 config=config,
                 shared=config.actor_rollout_ref.rollout.engine_sleeps,
                 offloaded_parts=parts_to_offload(config),
-                critic_warmup=config.trainer.critic_warmup,
+                learns=config.learns_in,
                 probe=own.train.prompts[0],
                 beside=found[0].owner if found else None,
             )
@@ -104,6 +106,14 @@ def start_engines(run: Session, inputs: RunInputs, link: WorldLink) -> list[Poli
         client = services.connect() if leads(run) else None
         found.append(PolicyEngines(services=services, client=client, owner=device))
     return found
+
+
+def sum_of_restarts(services: Sequence[Services]) -> dict[str, float]:
+    """``Services.restarts`` of all of them."""
+    total = Counter[str]()
+    for one in dict.fromkeys(services):
+        total.update(one.restarts())  # type: ignore[arg-type]
+    return dict(total)
 
 
 def leads(run: Session) -> bool:
@@ -154,7 +164,7 @@ def build_worker(
         value=built[0].value,
         reward_model=reward_model,
         kl_controller=build_kl_controller(config),
-        restarts=services.restarts,
+        restarts=partial(sum_of_restarts, [used.services for used in engines]),
         peak_flops=peak_flops_per_device(config, groups),
     )
     further = [
@@ -169,7 +179,6 @@ def build_worker(
             engine=engines[number].client,
             owner=engines[number].owner,
             max_model_len=engines[number].services.max_model_len,
-            restarts=engines[number].services.restarts,
             actor=built[number].policy,
             reference=built[number].reference,
             value=built[number].value,
@@ -533,7 +542,7 @@ def policy_optimizer(config: Config, steps: int) -> OptimizerOptions:
     """The policy's optimizer for ``steps`` training steps."""
     actor = config.actor_rollout_ref.actor
     per_step = actor.ppo_epochs * (config.data.train_batch_size // actor.ppo_mini_batch_size)
-    learning = max(1, steps - config.trainer.critic_warmup)
+    learning = max(1, sum(map(config.learns_in, range(steps))))
     return optimizer_options(config, "actor_rollout_ref.actor.optim.lr", learning * per_step)
 
 
@@ -601,7 +610,7 @@ def device_owner(
     groups: ProcessGroups | None = None,
     shared: bool = False,
     offloaded_parts: Sequence[OffloadPart] = (),
-    critic_warmup: int = 0,
+    learns: Callable[[int], bool] = lambda step: True,
     probe: Sequence[int] = (),
     beside: DeviceOwner | None = None,
 ) -> DeviceOwner:
@@ -642,7 +651,7 @@ def device_owner(
         strategy=family.actor.strategy,
         shared=shared,
         offloaded_parts=offloaded_parts,
-        critic_warmup=critic_warmup,
+        learns=learns,
         keep_proxy=family.proxy.kind == "shared" and family.proxy.keep_in_host_memory,
         adapter_shape=actor_shape(config) if adapters_alone else None,
         proof=PushProof(

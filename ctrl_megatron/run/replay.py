@@ -134,8 +134,9 @@ def replay_update(
     if a signal stopped it. Collective.
     """
     comparisons: list[StepComparison] = []
-    policies = len(config.agents)
-    with session(config) as run:
+    policies, own = len(config.agents), config.agents[dump.policy]
+    # The policy's own layout, and no other's.
+    with session(own) as run:
         worker = _worker(run, graph, dump, start)
         indices = samples_of_rank(dump.batch, run.groups, config)
         batch = TensorDict(
@@ -174,7 +175,7 @@ def uses_judged_samples(node: Node) -> bool:
 
 
 def _worker(run: Session, graph: TaskGraph, dump: Dump, start: StartWeights) -> DAGWorker:
-    config, groups = run.config.agents[dump.policy], run.groups
+    config, groups = run.config, run.groups
     role = policy_role(dump.policy)
     policy, reference = build_policies(config, groups, dump.total_steps, None, role)
     value = build_value_model(config, groups, dump.total_steps)

@@ -354,8 +354,8 @@ class DAGWorker(RolloutWorker):
 
     @property
     def actor_learns(self) -> bool:
-        """False in the steps of ``trainer.critic_warmup``."""
-        return self.step >= self.config.trainer.critic_warmup
+        """False in the steps of ``trainer.critic_warmup`` and of another policy's turn."""
+        return self.config.learns_in(self.step)
 
     def global_means(self, values: dict[str, torch.Tensor]) -> dict[str, float]:
         """Global mean of each vector, its NaN left out, over the data-parallel ranks. Collective.

@@ -146,7 +146,7 @@ class Bench:
             directories={"proxy": "proxy's"},
             shared=shared,
             offloaded_parts=offloaded_parts,
-            critic_warmup=critic_warmup,
+            learns=lambda step: step >= critic_warmup,
             proof=PushProof(mode, groups, probe=()),
             restarts=restarts,
         )
