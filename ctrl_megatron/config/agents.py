@@ -76,14 +76,15 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def with_own_settings(run: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the ``run``, as plain values, with those of a policy over them."""
+    """The settings of the ``run``, as plain values, with those of a policy over them, whose models
+    share the ranks of its actor."""
     given = dict(leaves(own))
     unset: dict[str, Any] = dict.fromkeys(_FROM_OWN_MODEL)
     model = run["actor_rollout_ref"]["model"]
     shared = model["tokenizer_path"] or model["path"]
     unset[_TOKENIZER] = None if has_own_engines(own) else shared
     tree = _copied(run)
-    for key, value in {**unset, **given, "policies": {}}.items():
+    for key, value in {**unset, **given, "policies": {}, "placement": {}}.items():
         *groups, name = key.split(".")
         inside = tree
         for group in groups:

@@ -150,7 +150,7 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
             f"--nproc-per-node {each}), or add {fewer}trainer.n_gpus_per_node={per_node}"
         )
     if purpose != "sft":
-        apart = separate_role_ranks(config, world_size)
+        apart = separate_role_ranks(config.run or config, world_size)
         if apart and config.trainer.min_nnodes is not None:
             raise UserError(
                 "its ranks would be others after a host is lost",
@@ -495,9 +495,9 @@ def _agents(config: Config) -> Iterator[str]:
             f"dag.custom_pipeline_fn={_words(config.dag.custom_pipeline_fn)} has none; name a "
             "pipeline of your own, such as examples.two_agents:build, or leave the key out"
         )
-    together = f"{key} trains several policies, which "
-    for placed in _placed(config, *ROLES, "auto"):
-        yield f"{together}share all ranks; leave {placed} out"
+    owners = {*config.engine_owners[1:]} - {0}
+    for placed in _placed(config, "auto", *(["rollout"] if owners else [])):
+        yield f"{placed} knows the engines and models of one policy; leave it or {key} out"
     try:
         further = config.agents[1:]
     except UserError as error:

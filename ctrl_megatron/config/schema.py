@@ -273,9 +273,11 @@ class Config:
     """The keys that refer to the environment: value, and as it was written. Not a key."""
     translation: ClassVar[tuple[str, ...]] = ()
     """What became of the keys of another trainer (``config_format``), a line each. Not a key."""
-    turn: ClassVar[tuple[int, int] | None] = None
-    """(number of the policy whose configuration this is, number of all), filled in by ``agents``.
-    Not a key."""
+    run: ClassVar[Config | None] = None
+    """The run's configuration, of which this is a further policy's, filled in by ``agents``. Not a
+    key."""
+    number: ClassVar[int] = 0
+    """The ``agent_group`` of that policy. Not a key."""
 
     data: Data = group(Data)
     actor_rollout_ref: ActorRolloutRef = group(ActorRolloutRef)
@@ -305,7 +307,8 @@ class Config:
                 config = build_config(Config, with_own_settings(asdict(self), own), {})
             object.__setattr__(config, "written", self.written)
             object.__setattr__(config, "unresolved", self.unresolved)
-            object.__setattr__(config, "turn", (number, 1 + len(self.policies)))
+            object.__setattr__(config, "run", self)
+            object.__setattr__(config, "number", number)
             further.append(config)
         return (self, *further)
 
@@ -319,14 +322,15 @@ class Config:
     def learns_in(self, step: int) -> bool:
         """Whether the policy learns in the training step before which ``step`` are finished:
         after ``trainer.critic_warmup``, and in its turn (``trainer.turn_steps``)."""
-        number, count = self.turn or (0, 1 + len(self.policies))
+        count = 1 + len((self.run or self).policies)
         after, each = step - self.trainer.critic_warmup, self.trainer.turn_steps
-        return after >= 0 and (not each or after // each % count == number)
+        return after >= 0 and (not each or after // each % count == self.number)
 
     def replace_groups(self, **groups: Any) -> Config:
         """``dataclasses.replace``, which keeps what is no key."""
         config = replace(self, **groups)
-        object.__setattr__(config, "turn", self.turn)
+        for name in ("run", "number"):
+            object.__setattr__(config, name, getattr(self, name))
         object.__setattr__(config, "written", self.written)
         object.__setattr__(config, "unresolved", self.unresolved)
         return config

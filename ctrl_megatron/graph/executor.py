@@ -185,7 +185,7 @@ class Executor:
             check_output(node, self.batches[policy], output)
         if output is None:
             return
-        if output.batch is not None and output.batch is not self.batches[policy]:
+        if not policy and output.batch is not None and output.batch is not self.batches[0]:
             self._link.notify_rows_changed()
         # An entry of a batch, as the guide's methods return it, comes in a wrapper.
         reported = getattr(output.metrics, "data", output.metrics)

@@ -323,14 +323,16 @@ def layout_for(world_size: int, actor: Actor) -> Layout:
 
 
 def worlds_of(world_size: int, config: Config) -> tuple[World, ...]:
-    """The worlds of ``world_size`` ranks (``placement``), that of rank 0 first."""
+    """The worlds of ``world_size`` ranks (``placement``), that of rank 0 first, which alone has the
+    models of a further policy."""
     from ctrl_megatron.config.placement import separate_role_ranks
 
-    actor, apart = config.actor_rollout_ref.actor, separate_role_ranks(config, world_size)
+    actor, run = config.actor_rollout_ref.actor, config.run or config
+    apart = separate_role_ranks(run, world_size)
     taken = {rank for one in apart for rank in one.ranks}
     others = tuple(rank for rank in range(world_size) if rank not in taken)
     worlds = [World(ranks=others, layout=layout_for(len(others), actor))]
-    for one in apart:
+    for one in apart if run is config else ():
         tensor = one.layout.tensor_model_parallel_size
         # Ranks without a model are as good as data ranks of one.
         layout = Layout(

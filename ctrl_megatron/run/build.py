@@ -212,11 +212,12 @@ def build_learning_models(
     """The models of the policy of that ``agent_group``, whose configuration is ``config``.
     Collective."""
     groups, role = run.groups_of_policy(number), policy_role(number)
+    # Only the first policy's may be on ranks of their own.
     policy, reference = build_policies(
-        config, groups, steps, device, role, with_reference=run.has_role("reference")
+        config, groups, steps, device, role, with_reference=number > 0 or run.has_role("reference")
     )
     value = None
-    if run.has_role("critic"):
+    if number > 0 or run.has_role("critic"):
         value = build_value_model(config, groups, steps, device.free_for_trainer)
         if value is not None:
             device.register_model(value)

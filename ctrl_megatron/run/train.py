@@ -22,6 +22,7 @@ from ctrl_megatron.resharding.device import policy_role
 from ctrl_megatron.rollout.engine_specs import engine_config
 from ctrl_megatron.run.build import (
     PolicyEngines,
+    build_kl_controller,
     build_worker,
     build_worker_without_actor,
     start_engines,
@@ -42,6 +43,7 @@ from ctrl_megatron.run.worlds import MultiWorldLink
 from ctrl_megatron.sandbox import SandboxClient, SandboxError
 from ctrl_megatron.sandbox.limits import LEVELS
 from ctrl_megatron.steps.ahead import SavedDraws
+from ctrl_megatron.steps.draws import LeftoverGroups
 from ctrl_megatron.steps.performance import device_memory, pass_flops_and_seconds, weights_gauges
 from ctrl_megatron.steps.worker import DAGWorker, RolloutWorker
 
@@ -172,7 +174,12 @@ def train(config: Config) -> bool:
 
 def _saved_parts(worker: DAGWorker) -> dict[str, Resumable]:
     """The same with their names in a checkpoint."""
-    parts = [part for agent in worker.agents for part in (agent.kl_controller, agent.leftover)]
+    parts: list[Resumable] = [
+        part for agent in worker.agents for part in (agent.kl_controller, agent.leftover)
+    ]
+    # Ranks without the actor have the first policy's worker alone, and save nothing.
+    for own in worker.config.agents[len(worker.agents) :]:
+        parts += [build_kl_controller(own), LeftoverGroups()]
     return dict(zip(checkpoint_state_parts(worker.config), parts, strict=True))
 
 

@@ -72,9 +72,11 @@ def plan_step(
     after: dict[str, list[Action]] = defaultdict(list)
     sent: dict[tuple[str, str], set[str]] = defaultdict(set)
     numbers = itertools.count()
+    # Other policies' batches stay at home.
+    first = [node for node in order if not node.agent_group]
     for node in order:
         ancestors, target = graph.get_ancestors(node.node_id), world_of(node)
-        above = [other for other in order if other.node_id in ancestors]
+        above = [other for other in first if other.node_id in ancestors]
         for source in dict.fromkeys(map(world_of, above)):
             theirs = [other for other in above if world_of(other) == source]
             new = [other for other in theirs if other.node_id not in sent[source, target]]
@@ -84,14 +86,14 @@ def plan_step(
             if target == HOME:
                 wanted = [name for other in new for name in other.written_fields]
             else:
-                later = order[order.index(node) :]
+                later = first[first.index(node) :]
                 wanted = [
                     n for one in later if world_of(one) == target for n in one.needed_fields(config)
                 ]
             fields = [
                 name
                 for name in dict.fromkeys(wanted)
-                if (writer := _writer(order, above, name)) and world_of(writer) == source
+                if (writer := _writer(first, above, name)) and world_of(writer) == source
             ]
             if not fields and all(_follows(graph, one, above, source, world_of) for one in new):
                 continue
@@ -142,7 +144,12 @@ def last_writer(nodes: Sequence[Node], field: str) -> Node | None:
 
 
 def world_of_roles(worlds: Sequence[World]) -> Callable[[Node], str]:
-    return lambda node: world_of_role(worlds, ROLES.get(node.node_role, HOME)).name
+    def world_of(node: Node) -> str:
+        # Those of further policies have their models at home.
+        role = HOME if node.agent_group else ROLES.get(node.node_role, HOME)
+        return world_of_role(worlds, role).name
+
+    return world_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

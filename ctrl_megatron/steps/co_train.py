@@ -26,7 +26,7 @@ from ctrl_megatron.errors import UserError
 from ctrl_megatron.graph.declarations import DRAWN, node
 from ctrl_megatron.graph.graph import Pipeline, StepReport, TaskGraph
 from ctrl_megatron.graph.node import NodeOutput
-from ctrl_megatron.graph.siirl_names import NodeRole
+from ctrl_megatron.graph.siirl_names import NodeRole, NodeType
 from ctrl_megatron.prompts import generation_messages, revision_messages
 from ctrl_megatron.rewards import RewardOutcome
 from ctrl_megatron.steps.batch import fields_of_samples, samples_of
@@ -37,7 +37,7 @@ from ctrl_megatron.steps.critique_report import (
     critique_metrics,
     measure_critiques,
 )
-from ctrl_megatron.steps.ctrl import DRAWS, JUDGES, add_update_nodes
+from ctrl_megatron.steps.ctrl import DRAWS, add_update_nodes
 from ctrl_megatron.steps.dynamic_sampling import dynamic_sampling
 from ctrl_megatron.steps.performance import engine_metrics
 from ctrl_megatron.steps.rounds import names_of_samples
@@ -152,7 +152,9 @@ def co_train_pipeline(config: Config, *, programs: int = 1, revisions: int = 2) 
         add("write_programs", write_programs, **DRAWS, **solver)
     add("criticise_programs", criticise_programs, ["write_programs"], **DRAWS)
     add("revise_programs", revise_programs, ["criticise_programs"], **DRAWS, **solver)
-    add("reward_critiques", reward_critiques, ["revise_programs"], **JUDGES)
+    # It reads two batches, so that no dump of one can repeat it.
+    judges: dict[str, Any] = {"node_role": NodeRole.REWARD, "node_type": NodeType.MODEL_INFERENCE}
+    add("reward_critiques", reward_critiques, ["revise_programs"], **judges)
     add("balance_programs", balance, after, **DRAWS, **solver)
     add("balance_critiques", balance, after, **DRAWS)
     of_critic, of_solver = config.agents

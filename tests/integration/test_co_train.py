@@ -7,21 +7,25 @@ from pathlib import Path
 
 import pytest
 from forked_run import ForkedRun, run_forked
-from golden_runs import DRAWN, PROXY_MODEL
+from golden_runs import DRAWN, NO_REVISIONS
 from launched_run import Job
+from replayed import replay
+from test_policies import computed
 from tiny_run import PROGRAM, byte_chat_model
 
 pytestmark = pytest.mark.timeout(900)
 
 _OWN = "policies.agent1."
+_REVISED = "actor_rollout_ref.rollout.revision_max_tokens="
 _BOTH = (
     "dag.custom_pipeline_fn=ctrl_megatron.pipeline:co_train_pipeline",
-    *("actor_rollout_ref.proxy.kind=agent1", f"{_OWN}actor_rollout_ref.rollout.name=hf"),
-    *(f"{_OWN}actor_rollout_ref.rollout.n=3", f"{_OWN}data.max_prompt_length=2048"),
+    *(f"{_OWN}actor_rollout_ref.rollout.name=hf", f"{_OWN}actor_rollout_ref.rollout.n=3"),
+    f"{_OWN}data.max_prompt_length=2048",
     f"{_OWN}actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096",
     f"{_OWN}actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
     f"{_OWN}actor_rollout_ref.actor.strategy=fsdp",
 )
+_VALIDATED = ("actor_rollout_ref.proxy.kind=agent1", _REVISED + "24")
 _CUT = (
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     "actor_rollout_ref.actor.megatron.sequence_parallel=true",
@@ -40,18 +44,54 @@ def own_job(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return replace(job, folder=tmp_path_factory.mktemp("co_train") / "runs")
 
 
-def co_train(job: Job, solver: Path, name: str, steps: int, *extra: str) -> ForkedRun:
+def co_train(
+    job: Job, solver: Path, name: str, steps: int, *extra: str, ranks: int = 2
+) -> ForkedRun:
     settings = (*DRAWN, *_BOTH, f"{_OWN}actor_rollout_ref.model.path={solver}", *extra)
-    run = run_forked(job, name, steps=steps, extra=settings, without=(PROXY_MODEL,))
-    assert run.codes == (0, 0), run.output[-8000:]
+    run = run_forked(job, name, steps=steps, extra=settings, without=NO_REVISIONS, ranks=ranks)
+    assert run.codes == (0,) * ranks, run.output[-8000:]
     return run
 
 
 def test_both_learn(own_job: Job, solver: Path) -> None:
-    run = co_train(own_job, solver, "joint", 2, *_CUT, f"data.val_files={own_job.data}")
-    *steps, validated = run.metrics()
-    assert validated["metrics"]["val/rounds"] == 8
+    run = co_train(
+        own_job, solver, "joint", 2, *_CUT, *_VALIDATED, f"data.val_files={own_job.data}"
+    )
+    *steps, last = run.metrics()
+    assert last["metrics"]["val/rounds"] == 8
     for step in (record["metrics"] for record in steps):
         for agent in ("", "agent1/"):
             assert step[f"{agent}rollout/probs_diff_max"] < 1e-4
             assert step[f"{agent}actor/grad_norm"] > 0
+
+
+def test_what_one_policy_may_have_two_may_have_too(
+    own_job: Job, solver: Path, tmp_path: Path
+) -> None:
+    """Adapters, a value model, a reference on a rank of its own, dynamic sampling and turns; dumps
+    are replayed, and a run that is resumed equals one that is not."""
+    extra = (
+        *(
+            *_CUT,
+            "actor_rollout_ref.model.lora_rank=4",
+            f"{_OWN}actor_rollout_ref.model.lora_rank=0",
+        ),
+        *(f"{_OWN}algorithm.adv_estimator=gae", f"{_OWN}critic.optim.lr=1e-3"),
+        *("trainer.n_gpus_per_node=3", "placement.reference=[2]", "trainer.turn_steps=1"),
+        *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6"),
+        *("trainer.dump_steps=[2]", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=-1"),
+    )
+    whole = co_train(own_job, solver, "whole", 2, *extra, ranks=3)
+    first, second = steps = computed(whole)
+    # The critic's turn comes first.
+    assert "actor/grad_norm" in first and "actor/grad_norm" not in second
+    assert "agent1/actor/grad_norm" not in first and second["agent1/actor/grad_norm"] > 0
+    assert "actor/kl_to_reference" in first
+    assert all(step["agent1/critic/vf_loss"] > 0 for step in steps)
+    for name, policy in (("global_step_2", "actor"), ("global_step_2_agent1", "agent1")):
+        asked = [str(whole.folder / "dumps" / name), "--update", "placement.reference=[]"]
+        codes, said = replay(asked, tmp_path / f"{policy}.log", ranks=2)
+        assert codes == (0, 0), said[-6000:]
+    for last in (1, 2):
+        parts = co_train(own_job, solver, "parts", last, *extra, ranks=3)
+    assert computed(parts) == steps
