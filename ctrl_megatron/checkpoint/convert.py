@@ -42,6 +42,7 @@ from ctrl_megatron.checkpoint.store import (
     POLICY_FOLDER,
     STATE_FILE,
     VALUE_FOLDER,
+    hf_folder,
     verify_in_one_process,
 )
 from ctrl_megatron.errors import UserError
@@ -140,7 +141,7 @@ def megatron_to_hf(
     """
     require_replaceable_directory(out, "convert_megatron_to_hf", overwrite=overwrite)
     source = _source(checkpoint, folder)
-    side, shape, dtype = checkpoint / HF_FOLDER, source.shape.without_adapters, source.dtype
+    side, shape, dtype = source.side, source.shape.without_adapters, source.dtype
     read = partial(_read_whole, folder=source.folder)
     if source.adapters is not None:
         read = _Merging(source, base).read
@@ -189,6 +190,8 @@ class _SavedModel:
     """A model in an undamaged checkpoint."""
 
     folder: Path
+    side: Path
+    """The directory with its config.json and tokenizer."""
     shape: AnyShape
     dtype: str
     adapters: AdapterDescription | None
@@ -196,7 +199,9 @@ class _SavedModel:
 
 def _source(checkpoint: Path, model: str) -> _SavedModel:
     """The model in the folder ``model`` of a checkpoint; UserError as ``megatron_to_hf``."""
-    side, folder = checkpoint / HF_FOLDER, checkpoint / model
+    side, folder = checkpoint / hf_folder(model), checkpoint / model
+    if not side.is_dir():
+        side = checkpoint / HF_FOLDER  # an older version saved it, with one kind of model
     if not folder.is_dir() or not side.is_dir():
         raise UserError(
             f"{checkpoint} is not a checkpoint with a {model} model: it holds no {model}/ and "
@@ -212,7 +217,7 @@ def _source(checkpoint: Path, model: str) -> _SavedModel:
     if first not in held:
         raise UserError(f"{folder} does not fit {side}/config.json: no {first}")
     dtype = str(held[first].properties.dtype).removeprefix("torch.")
-    return _SavedModel(folder=folder, shape=shape, dtype=dtype, adapters=adapters)
+    return _SavedModel(folder=folder, side=side, shape=shape, dtype=dtype, adapters=adapters)
 
 
 class _Merging:

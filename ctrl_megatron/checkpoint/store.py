@@ -77,6 +77,13 @@ def model_folder(kind: str, role: str) -> str:
     return role if kind == POLICY_FOLDER else f"{role}_{kind}"
 
 
+def hf_folder(model: str) -> str:
+    """The folder with config.json and the tokenizer of the model in the folder ``model``: each
+    policy has its own."""
+    found = re.match(r"agent[0-9]+", model)
+    return f"{HF_FOLDER}_{found[0]}" if found else HF_FOLDER
+
+
 _ANEW = "start over with trainer.resume_mode=disable or another trainer.experiment_name"
 _BEGAN_FILE = "began_from"
 """File in the checkpoints' directory: the path from which the run that saves there started."""
@@ -157,13 +164,17 @@ class CheckpointStore:
         *,
         keep: int,
         side_files: Path,
+        further: Mapping[str, Path] | None = None,
         asynchronous: bool = False,
         everyone: RankSet | None = None,
     ) -> None:
-        """``everyone``: all ranks, where some have models that others lack; None for the ranks of
-        the models."""
+        """``side_files``, and ``further`` by the policies' roles, are the HF directories with
+        config.json and the tokenizer of the models. ``everyone``: all ranks, where some have models
+        that others lack; None for the ranks of the models."""
         self._everyone = everyone
-        self.directory, self._keep, self._side_files = directory, keep, side_files
+        self.directory, self._keep = directory, keep
+        own = {hf_folder(role): path for role, path in (further or {}).items()}
+        self._side_files = {HF_FOLDER: side_files, **own}
         self._asynchronous = asynchronous
         self._writing: futures.Future[SaveReport] | None = None
 
@@ -308,8 +319,9 @@ class CheckpointStore:
             if groups.is_first:
                 for name in names:
                     (work / name).mkdir()
-                copy_side_files(self._side_files, work / HF_FOLDER)
-                add_turn_end_to_generation_config(work / HF_FOLDER)
+                for folder, given in self._side_files.items():
+                    copy_side_files(given, work / folder)
+                    add_turn_end_to_generation_config(work / folder)
             groups.barrier()
             hashes = dict[str, str]()
             for name, one in taken.items():
@@ -341,7 +353,8 @@ class CheckpointStore:
         origin = CheckpointOrigin(self._run(groups), step)
         for name, model in models.items():
             folder = target if name == POLICY_FOLDER else Path(f"{target}_{name}")
-            save_hf(model, folder, side_files=self._side_files, origin=origin)
+            given = self._side_files[hf_folder(name)]
+            save_hf(model, folder, side_files=given, origin=origin)
         return target
 
     def load_newest(
@@ -440,7 +453,7 @@ def _require_models(path: Path, models: Collection[str], *, whole: bool) -> None
 
 
 def _is_large(name: str) -> bool:
-    return name.endswith(PARTS_SUFFIX) or name.startswith(f"{HF_FOLDER}/")
+    return name.endswith(PARTS_SUFFIX) or name.startswith((f"{HF_FOLDER}/", f"{HF_FOLDER}_"))
 
 
 def verify_in_one_process(path: Path) -> Manifest | None:

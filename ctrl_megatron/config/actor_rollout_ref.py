@@ -44,7 +44,12 @@ policy."""
 
 CTRL_PIPELINE = "ctrl_megatron.pipeline:ctrl_pipeline"
 """The value of `dag.custom_pipeline_fn` for CTRL's step, which is also used if the key is unset."""
-CRITIQUE_PIPELINES = (None, CTRL_PIPELINE, "ctrl_megatron.pipeline:ctrl_rounds_pipeline")
+CO_TRAIN_PIPELINE = "ctrl_megatron.pipeline:co_train_pipeline"
+"""The value of `dag.custom_pipeline_fn` for a critic and a solver, a policy each."""
+CRITIQUE_PIPELINES = (
+    *(None, CTRL_PIPELINE, CO_TRAIN_PIPELINE),
+    "ctrl_megatron.pipeline:ctrl_rounds_pipeline",
+)
 """The values for the built-in pipelines of critiques and revisions."""
 GRPO_PIPELINE = "ctrl_megatron.pipeline:grpo_pipeline"
 """The value of `dag.custom_pipeline_fn` for GRPO on completions."""

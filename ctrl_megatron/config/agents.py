@@ -31,10 +31,10 @@ _FROM_OWN_MODEL = ("actor_rollout_ref.ref.model.path", "critic.model.path")
 """Paths that follow from a policy's own model where it does not set them."""
 
 
-def has_own_engines(own: Mapping[str, Any]) -> bool:
+def has_own_engines(own: Any) -> bool:
     """Whether a policy with the settings ``own`` has engines of its own: it names their kind. The
     others draw with the run's in turn."""
-    return _ENGINE in dict(leaves(own))
+    return isinstance(own, Mapping) and _ENGINE in dict(leaves(own))
 
 
 def policy_problems(policies: Mapping[str, Any]) -> Iterator[str]:

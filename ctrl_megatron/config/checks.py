@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ctrl_megatron.config.actor_rollout_ref import (
     BUILT_IN_PIPELINES,
+    CO_TRAIN_PIPELINE,
     COMPLETION_PIPELINES,
     COUPLED_GRPO_PIPELINE,
     CRITIQUE_PIPELINES,
@@ -489,12 +490,15 @@ def _agents(config: Config) -> Iterator[str]:
     if problems := [*policy_problems(config.policies)]:
         yield from problems
         return
-    if config.dag.custom_pipeline_fn in BUILT_IN_PIPELINES:
+    pipeline = config.dag.custom_pipeline_fn
+    if pipeline in BUILT_IN_PIPELINES and pipeline != CO_TRAIN_PIPELINE:
         yield (
             f"{key} adds policies, which only nodes of agent_group 1 and above use, and "
-            f"dag.custom_pipeline_fn={_words(config.dag.custom_pipeline_fn)} has none; name a "
+            f"dag.custom_pipeline_fn={_words(pipeline)} has none; name {CO_TRAIN_PIPELINE} or a "
             "pipeline of your own, such as examples.two_agents:build, or leave the key out"
         )
+    if config.actor_rollout_ref.rollout.staleness:
+        yield f"{_R}staleness draws ahead for one policy; leave it or {key} out"
     owners = {*config.engine_owners[1:]} - {0}
     for placed in _placed(config, "auto", *(["rollout"] if owners else [])):
         yield f"{placed} knows the engines and models of one policy; leave it or {key} out"
@@ -506,15 +510,14 @@ def _agents(config: Config) -> Iterator[str]:
     size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     for name, own in zip(config.policies, further, strict=True):
         problems = [*_ranges(own, {}), *_sizes(own, "rl"), *_fsdp(own, "rl")]
-        for relation in (
-            *(_parallelism, _adapters, _quantisation, _objective, _refreshed),
-            _groups,
-        ):
+        for relation in (_parallelism, _adapters, _quantisation, _objective, _refreshed, _groups):
             problems += relation(own)
-        try:
-            check_world_size(own, size)
-        except UserError as error:
-            problems.append(str(error))
+        # What is wrong with the run's ranks is not the policy's.
+        if not any(_placed(config, *ROLES)):
+            try:
+                check_world_size(own, size)
+            except UserError as error:
+                problems.append(str(error))
         yield from (f"{key}.{name}: {problem}" for problem in problems)
 
 

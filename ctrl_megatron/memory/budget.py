@@ -130,12 +130,23 @@ def memory_budget(
     if purpose == "rl":
         worlds = worlds_of(ranks, config)
     engine = proxy = None
+    others = list[EngineMemoryUse]()
     if purpose == "rl":
         engine = actor_engine_memory(config, shapes.actor, gpu_memory)
+        agents = enumerate(zip(config.agents[1:], shapes.further, strict=True), 1)
+        others = [
+            actor_engine_memory(own, theirs.actor, gpu_memory)
+            for number, (own, theirs) in agents
+            if config.engine_owners[number] == number
+            and own.actor_rollout_ref.rollout.placement == "colocated"
+        ]
     if shapes.proxy is not None:
         proxy = proxy_engine_memory(config, shapes.proxy, gpu_memory)
     # A dedicated engine has its GPUs to itself.
     beside = engine if config.actor_rollout_ref.rollout.placement == "colocated" else None
+    together = others if beside is None else [*others, beside]
+    together = sorted(together, key=lambda one: one.awake_bytes)
+    beside = together[-1] if together else None
     stages = {
         world: [
             _Stage(
@@ -146,6 +157,8 @@ def memory_budget(
                 beside if world is worlds[0] else None,
                 purpose,
                 kernels,
+                # One of several engines is awake at a time.
+                asleep=sum(one.asleep_bytes for one in together[:-1]) * (world is worlds[0]),
             )
             for pp in range(world.layout.pipeline)
         ]
@@ -155,7 +168,8 @@ def memory_budget(
     shared = _shared_by_ranks(config, shapes) if engine is not None else {}
     with_engines = world_of_role(worlds, "rollout")
     hosts = [
-        shared | _host(config, stages, host, engine, with_engines) for host in range(trainer.nnodes)
+        shared | _host(config, stages, host, engine, with_engines, others)
+        for host in range(trainer.nnodes)
     ]
     number = max(range(len(hosts)), key=lambda host: sum(hosts[host].values()))
     return MemoryBudget(
@@ -221,7 +235,8 @@ def _models_of(world: World, worlds: Sequence[World], shapes: ModelShapes) -> _M
 
 
 class _Stage:
-    """A rank of one pipeline stage; ``engine`` is the engine on its GPU."""
+    """A rank of one pipeline stage; ``engine`` is the engine on its GPU, beside others that take
+    ``asleep`` bytes."""
 
     def __init__(
         self,
@@ -232,8 +247,11 @@ class _Stage:
         engine: EngineMemoryUse | None,
         purpose: Purpose,
         kernels: Kernels,
+        *,
+        asleep: int = 0,
     ) -> None:
         self.config, self.layout, self.pp, self.engine = config, layout, pp, engine
+        self.asleep = asleep
         self.purpose = purpose
         self.kernels: Kernels = kernels
         self.family = config.actor_rollout_ref
@@ -247,18 +265,28 @@ class _Stage:
             for name, shape in models.frozen.items()
             if not (self.has_actor and name.startswith("reference"))
         }
+        layouts = {
+            f"agent{number}": layout_for(layout.world_size, own.actor_rollout_ref.actor)
+            for number, own in enumerate(config.agents[1:] if self.has_actor else (), 1)
+        }
+
+        def place(name: str) -> tuple[Layout, int]:
+            """The layout of the model's policy, and this rank's pipeline stage in it."""
+            own = layouts.get(name.rpartition(" ")[2], layout)
+            return own, min(pp, own.pipeline - 1)
+
         self.trained = {
             name: trained_model_memory(
                 shape,
-                layout,
-                pp=pp,
+                place(name)[0],
+                pp=place(name)[1],
                 dtype=dtype,
                 distributed=self.megatron.use_distributed_optimizer,
             )
             for name, shape in models.trained.items()
         }
         self.frozen: dict[str, ModelMemory] = {
-            name: frozen_model_memory(shape, layout, pp=pp, dtype=dtype)
+            name: frozen_model_memory(shape, place(name)[0], pp=place(name)[1], dtype=dtype)
             for name, shape in models.frozen.items()
         }
         self.dtype_size = DTYPE_SIZE[dtype]
@@ -324,6 +352,7 @@ class _Stage:
         return {
             "trainer's CUDA context and NCCL": CUDA_CONTEXT + groups * COMMUNICATOR,
             "weight buckets": self.buckets,
+            "other engines asleep": self.asleep,
         }
 
     def _engine_at_rest(self) -> dict[str, int]:
@@ -593,8 +622,10 @@ def _host(
     host: int,
     engine: EngineMemoryUse | None,
     with_engines: World,
+    others: Sequence[EngineMemoryUse],
 ) -> dict[str, int]:
-    """Host memory of one host by item; its ranks are neighbours."""
+    """Host memory of one host by item; its ranks are neighbours. ``others`` are the engines of
+    further policies beside ``engine``."""
     each, family = config.trainer.n_gpus_per_node, config.actor_rollout_ref
     compute = family.actor.compute
     here = [
@@ -614,12 +645,16 @@ def _host(
         proxies = family.proxy.engine.n_gpus_per_node or 0 if config.has_proxy_engines else 0
         own = each - proxies if with_engines.serves else len(shared)
         engine_gpus = family.rollout.n_gpus_per_node or own
-        items["engines"] = engine_gpus * _ENGINE_PROCESS
+        items["engines"] = (engine_gpus + len(others) * len(shared)) * _ENGINE_PROCESS
         items["proxy's engines"] = proxies * _ENGINE_PROCESS
         same = config.trainer.critic_warmup or pushes_adapters(config)
         if same and family.rollout.engine_sleeps:
             # The engine needs the same weights again, so it keeps them while it sleeps.
             items["engines' weights asleep"] = engine_gpus * engine.weights
+        if others:
+            # They keep them while another policy's engines draw.
+            every = sum(one.weights for one in (engine, *others))
+            items["engines' weights asleep"] = len(shared) * every
     if compute.param_offload:
         items["weights away"] = sum(
             state.parameters

@@ -114,6 +114,10 @@ def train(config: Config) -> bool:
                 Path(trainer.run_dir) / "checkpoints",
                 keep=trainer.max_ckpt_to_keep,
                 side_files=Path(config.actor_rollout_ref.model.path),
+                further={
+                    policy_role(number): Path(own.actor_rollout_ref.model.path)
+                    for number, own in enumerate(config.agents[1:], 1)
+                },
                 asynchronous=trainer.async_save,
                 everyone=run.all_ranks,
             ),

@@ -221,9 +221,7 @@ def test_coupled_scores_exclude_what_reads_log_probs(override: str, fragments: l
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
-        ("placement.reference=[1]", ["share all ranks", "placement.reference"]),
-        ("placement=auto", ["share all ranks", "placement.auto"]),
-        ("algorithm.filter_groups.enable=true", ["no dynamic sampling", "filter_groups"]),
+        ("placement=auto", ["placement.auto knows", "one policy"]),
         ("agent1.rollout.n=1", ["policies.agent1: ", "rollout.n=1", "to 2 or more"]),
         ("dag.custom_pipeline_fn=null", ["agent_group 1", "a pipeline of your own"]),
         ("policies={}", ["kind=agent1", "set policies"]),
@@ -233,15 +231,17 @@ def test_coupled_scores_exclude_what_reads_log_probs(override: str, fragments: l
         ),
         ("policies={agent1: 3}", ["policies.agent1 is a group"]),
         ("policies.agent1.actor_rollout_ref.model.path=null", ["agent1 lacks", "model.path"]),
-        ("policies.agent1.data.max_response_length=3", ["data.max_response_length", "for all"]),
+        ("policies.agent1.data.max_response_length=3", ["belongs to engines", "rollout.name)"]),
+        ("policies.agent1.data.train_batch_size=3", ["train_batch_size", "for all policies"]),
         (
-            "policies.agent1.actor_rollout_ref.rollout.name=hf",
-            [
-                "policies.agent1.actor_rollout_ref.rollout.name",
-                "set actor_rollout_ref.rollout.name",
-            ],
+            "policies.agent1.actor_rollout_ref.model.tokenizer_path=solver",
+            ["policies.agent1.actor_rollout_ref.model.tokenizer_path", "belongs to engines"],
         ),
-        ("policies.agent1.actor_rollout_ref.actor.strategy=fsdp", ["strategy", "for all policies"]),
+        ("policies.agent1.actor_rollout_ref.rollout.staleness=1", ["staleness", "for all"]),
+        (
+            "policies.agent1.actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+            ["policies.agent1: ", "tensor_model_parallel_size=2", "start a multiple of 2"],
+        ),
         ("policies.agent1.critic.nothing=1", ["policies.agent1.", "critic.nothing"]),
         ("policies.agent1.actor_rollout_ref.ref.sync_steps=-1", ["policies.agent1", "sync_steps"]),
     ],
@@ -269,6 +269,26 @@ def test_a_second_policy_has_the_settings_of_the_first_but_for_its_own() -> None
     # Its reference is its own start.
     assert (actor.ref.model.path, solver.ref.model.path) == ("before", None)
     assert len(load_config(None, PATHS).agents) == 1
+
+
+def test_a_policy_that_names_an_engine_has_its_own_with_its_tokenizer() -> None:
+    own = "policies.agent{}.actor_rollout_ref."
+    given = (
+        *PATHS,
+        *("dag.custom_pipeline_fn=mine:build", "actor_rollout_ref.rollout.kv_cache_gib=2"),
+        "actor_rollout_ref.rollout.name=vllm",
+        *(own.format(1) + "model.path=first", own.format(2) + "model.path=second"),
+        *(own.format(2) + "rollout.name=hf", "trainer.turn_steps=2", "trainer.critic_warmup=1"),
+    )
+    config = load_config(None, (*given, "algorithm.adv_estimator=gae"))
+    assert config.engine_owners == (0, 0, 2)
+    assert [one.actor_rollout_ref.rollout.name for one in config.agents] == ["vllm", "vllm", "hf"]
+    assert all(one.actor_rollout_ref.rollout.kv_cache_gib == 2 for one in config.agents)
+    tokenizers = [one.actor_rollout_ref.model.tokenizer for one in config.agents]
+    assert tokenizers == ["model", "model", "second"]
+    turns = [[one.learns_in(step) for one in config.agents].index(True) for step in range(1, 9)]
+    assert turns == [0, 0, 1, 1, 2, 2, 0, 0]
+    assert not any(one.learns_in(0) for one in config.agents)
 
 
 def test_every_policy_may_learn_in_its_own_way() -> None:

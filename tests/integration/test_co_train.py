@@ -12,6 +12,10 @@ from launched_run import Job
 from replayed import replay
 from test_policies import computed
 from tiny_run import PROGRAM, byte_chat_model
+from transformers import AutoConfig
+
+from ctrl_megatron.checkpoint.convert import megatron_to_hf
+from ctrl_megatron.data.tokens import TextCodec
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -53,16 +57,34 @@ def co_train(
     return run
 
 
-def test_both_learn(own_job: Job, solver: Path) -> None:
-    run = co_train(
-        own_job, solver, "joint", 2, *_CUT, *_VALIDATED, f"data.val_files={own_job.data}"
-    )
-    *steps, last = run.metrics()
-    assert last["metrics"]["val/rounds"] == 8
-    for step in (record["metrics"] for record in steps):
+@pytest.mark.parametrize(
+    ("engine", "steps"), [("hf", 2), pytest.param("vllm", 3, marks=pytest.mark.long)]
+)
+def test_both_learn(own_job: Job, solver: Path, tmp_path: Path, engine: str, steps: int) -> None:
+    """The critic is cut over two ranks, the solver's ranks have rows of their own; each draws from
+    engines of its own, which have what was sent."""
+    drawn = f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.kv_cache_gib=0.2"
+    settings = (*_CUT, *_VALIDATED, *(drawn if engine == "vllm" else ()))
+    settings = (*settings, f"data.val_files={own_job.data}", "trainer.save_freq=1")
+    settings = (*settings, "trainer.save_hf_freq=2")
+    whole = co_train(own_job, solver, f"{engine}_whole", steps, *settings)
+    *trained, last = (record["metrics"] for record in whole.metrics())
+    assert last["val/rounds"] == 8
+    for step in trained:
         for agent in ("", "agent1/"):
             assert step[f"{agent}rollout/probs_diff_max"] < 1e-4
             assert step[f"{agent}actor/grad_norm"] > 0
+    exported = whole.folder / "hf_exports/global_step_2_agent1"
+    megatron_to_hf(whole.folder / "checkpoints/global_step_2", tmp_path / "solver", folder="agent1")
+    for folder in (exported, tmp_path / "solver"):
+        # Of its own family and tokenizer.
+        assert AutoConfig.from_pretrained(folder).model_type == "qwen3"
+        assert len(TextCodec(folder).tokenizer) == len(TextCodec(solver).tokenizer)
+    if engine == "hf":
+        return
+    for end in (1, steps):
+        parts = co_train(own_job, solver, f"{engine}_parts", end, *settings)
+    assert list(filter(None, computed(parts))) == list(filter(None, computed(whole)))
 
 
 def test_what_one_policy_may_have_two_may_have_too(

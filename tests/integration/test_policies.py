@@ -11,12 +11,10 @@ from forked_run import ForkedRun, run_forked
 from golden_runs import DRAWN, PAIR, PROXY_MODEL, STARTS
 from launched_run import Job
 from replayed import replay
-from tiny_run import PROGRAM, byte_chat_model
 
 pytestmark = pytest.mark.timeout(900)
 
 _OWN = "policies.agent1."
-_VLLM = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.kv_cache_gib=0.25")
 APART = (
     *("actor_rollout_ref.model.lora_rank=4", f"{_OWN}actor_rollout_ref.model.lora_rank=0"),
     *(f"{_OWN}algorithm.adv_estimator=gae", f"{_OWN}critic.optim.lr=1e-3"),
@@ -78,35 +76,6 @@ def test_each_learns_in_its_own_way_is_dumped_and_resumed(
         assert codes == (0, 0) and "grad_norm" in said, said[-6000:]
     for last in (1, 2):
         parts = run_policies(own_job, solver, "parts", last, APART)
-    assert computed(parts) == steps
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A solver of another family, whose tokens are bytes."""
-    folder = tmp_path_factory.mktemp("qwen") / "solver"
-    return byte_chat_model(folder, (PROGRAM, "print(6)"), family="qwen3")
-
-
-def test_another_family_tokenizer_strategy_and_engine(own_job: Job, qwen: Path) -> None:
-    """The critic is cut over two ranks and drawn from by vLLM, the solver's ranks have rows of
-    their own."""
-    extra = (
-        *("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "trainer.save_freq=1"),
-        *("actor_rollout_ref.actor.megatron.sequence_parallel=true", *_VLLM),
-        *(f"{_OWN}actor_rollout_ref.rollout.name=hf", f"{_OWN}data.max_prompt_length=2048"),
-        f"{_OWN}actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096",
-        f"{_OWN}actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-        f"{_OWN}actor_rollout_ref.actor.strategy=fsdp",
-    )
-    whole = run_policies(own_job, qwen, "kinds", 3, extra)
-    steps = computed(whole)
-    for step in steps:
-        assert step["actor/grad_norm"] > 0 and step["agent1/actor/grad_norm"] > 0
-        for agent in ("", "agent1/"):
-            assert step[f"{agent}rollout/probs_diff_max"] < 1e-4
-    for last in (1, 3):
-        parts = run_policies(own_job, qwen, "kinds_parts", last, extra)
     assert computed(parts) == steps
 
 

@@ -132,8 +132,9 @@ class Bench:
         engine: Any = None,
         restarts: Any = None,
         mode: Any = "false",
+        beside: Bench | None = None,
     ) -> None:
-        self.events: list[str] = []
+        self.events: list[str] = beside.events if beside else []
         self.groups, groups = OneRank(), Any
         groups = self.groups
         self.engine = engine or NotedEngine(self.events)
@@ -149,7 +150,10 @@ class Bench:
             learns=lambda step: step >= critic_warmup,
             proof=PushProof(mode, groups, probe=()),
             restarts=restarts,
+            beside=beside and beside.owner,
         )
+        if beside is not None:
+            return
         self.actor, self.reference = self.model("actor"), self.model("reference")
         self.owner.register_policy(self.actor, "actor")
         self.owner.register_model(self.reference)
@@ -253,6 +257,54 @@ def test_weights_have_a_new_version_whenever_they_have_changed(loop: BackgroundL
     pushed = ["push actor@4", "push actor@5", "push proxy", "push actor@5"]
     assert bench.taken() == [*pushed, "push actor@6", "push actor@7"]
     assert len(bench.owner.pop_push_reports()) == 6 and bench.owner.pop_push_reports() == []
+
+
+class CalledEngine(NotedEngine):
+    """A ``NotedEngine`` whose events begin with its name."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        super().__init__(events)
+        self.events = Named(name, events)  # type: ignore[assignment]
+
+
+class Named:
+    """Appends to a list what its name comes before."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def append(self, event: str) -> None:
+        self.events.append(f"{self.name}: {event}")
+
+
+def test_engines_of_two_policies_are_awake_in_turn(loop: BackgroundLoop) -> None:
+    first = Bench(loop, offloaded_parts=("weights",))
+    engine = CalledEngine("second", first.events)
+    second = Bench(loop, offloaded_parts=("weights",), engine=engine, beside=first)
+    solver = second.model("solver")
+    second.owner.register_policy(solver, "agent1")
+    first.taken()
+    assert first.use("actor") == "actor@0"
+    first.taken()
+    # The first one's weights are needed again in the step, so they stay in host memory.
+    assert second.use("agent1") == "agent1@0"
+    assert first.taken() == [
+        *("sleep 1", "solver weights back", "second: wake weights", "second: push agent1@0"),
+        *("solver weights leave", "second: wake kv_cache"),
+    ]
+    assert first.use("actor") == "actor@0"
+    assert first.taken() == ["second: sleep 1", "wake weights", "wake kv_cache"]
+    # Any model that computes sends all engines to sleep, and those that draw send all models away.
+    solver.onload("weights")
+    assert first.taken() == ["sleep 2", "solver weights back"]
+    solver.update_count = 1
+    assert second.use("agent1", 1) == "agent1@1"
+    assert first.taken() == [
+        *("second: wake weights", "second: push agent1@1", "solver weights leave"),
+        "second: wake kv_cache",
+    ]
+    assert first.owner.pushed == second.owner.pushed == {"actor": 0, "agent1": 1}
+    assert len(second.owner.pop_push_reports()) == 3 and first.owner.pop_push_reports() == []
 
 
 def test_two_policies_learn_and_take_turns_on_the_engines(loop: BackgroundLoop) -> None:
