@@ -172,6 +172,7 @@ peak(lambda: megatron_to_hf(checkpoint, back, file_bytes=FILE))
 """
 
 
+@pytest.mark.long
 def test_a_conversion_holds_at_most_two_files_in_memory(tmp_path: Path) -> None:
     file_bytes = 32 << 20
     sizes = {"vocab_size": 8000, "hidden_size": 1024, "intermediate_size": 4096}

@@ -90,6 +90,9 @@ def test_a_folder_to_begin_in_has_what_the_readme_names(python: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "python", [pytest.param("editable", marks=pytest.mark.long), "plain"], indirect=True
+)
 def test_every_console_script_helps(python: Path, tmp_path: Path, script: str) -> None:
     done = run([python.parent / script, "--help"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -317,7 +317,7 @@ def test_users_code_that_ends_a_rank_is_named(program: list[str]) -> None:
     assert re.fullmatch(ended, done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "own"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.long), "own"])
 def test_a_fault_of_ours_has_one_traceback(program: list[str], launcher: str) -> None:
     command = [*program, "trainer.experiment_name=faulty"]
     if launcher == "own":
@@ -364,7 +364,9 @@ def test_a_machine_whose_launcher_leaves_it_alone_speaks_once(
     assert capsys.readouterr().err == printed and not waited
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)]
+)
 def test_a_signal_reaches_the_ranks_and_ends_the_command(program: list[str], number: int) -> None:
     command = [*program, "trainer.experiment_name=waiting", "--nproc-per-node", "2"]
     with subprocess.Popen(
@@ -403,7 +405,9 @@ def test_under_nohup_the_end_of_a_terminal_ends_nothing(program: list[str]) -> N
     assert output.count("asked to stop") == 2 and process.returncode == 130
 
 
-@pytest.mark.parametrize(("how", "code"), [("frozen", 130), ("killed", 137)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("frozen", 130), pytest.param("killed", 137, marks=pytest.mark.long)]
+)
 def test_ranks_that_wait_for_a_missing_one_end(program: list[str], how: str, code: int) -> None:
     command = [*program, f"trainer.experiment_name=meeting_{how}", "--nproc-per-node", "2"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

@@ -143,7 +143,8 @@ def same_steps(results: list[Any], left: str, right: str, out: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
-        *(("llama", 2), ("qwen3_5_text", 2)),
+        ("llama", 2),
+        pytest.param("qwen3_5_text", 2, marks=pytest.mark.long),
         *(pytest.param("llama", n, marks=pytest.mark.long) for n in (1, 4)),
     ],
 )

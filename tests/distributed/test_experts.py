@@ -47,8 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp3": {"context": 3},
 }
 
-QUICK = ("tp2_ep2_etp1", "ep2")
-CONTEXT = ("tp2_cp2", "cp2_ep4", "cp3")
+QUICK = "tp2_ep2_etp1"
+LONG = ("ep2", "tp2_cp2", "cp2_ep4", "cp3")
 
 LOADS = {"moe/max_load", *(f"moe/max_load/{layer}" for layer in range(4))}
 
@@ -169,7 +169,7 @@ def alone(
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == QUICK[0] else pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS],
+    [n if n == QUICK else pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS],
 )
 def test_every_layout_computes_what_transformers_does_and_takes_the_same_steps(
     models: dict[str, Path],
@@ -243,7 +243,7 @@ def test_checkpoints_go_from_layout_to_layout(models: dict[str, Path], tmp_path:
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in CONTEXT)]
+    "name", [QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 )
 def test_biases_of_the_routers_follow_the_tokens_of_all_ranks(
     models: dict[str, Path], tmp_path: Path, name: str
@@ -258,7 +258,8 @@ def test_biases_of_the_routers_follow_the_tokens_of_all_ranks(
         assert torch.allclose(found[bias], want, atol=1e-6, rtol=0), bias
 
 
-@pytest.mark.parametrize("name", [pytest.param("ep2", marks=pytest.mark.long), "tp2_ep2_etp1"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ep2", "tp2_ep2_etp1"])
 def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(tmp_path: Path, name: str) -> None:
     directory = str(save_tiny("qwen3_moe_mixed", tmp_path / "model", num_hidden_layers=2))
     cases: dict[str, dict[str, Any]] = {
@@ -280,7 +281,7 @@ def test_a_loaded_model_equals_the_saved_one_to_the_last_bit(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, "cp2_ep2", *(pytest.param(name, marks=pytest.mark.long) for name in CONTEXT)]
+    "name", [QUICK, "cp2_ep2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
 )
 def test_losses_of_the_routers_are_means_over_all_tokens(
     models: dict[str, Path], tmp_path: Path, name: str

@@ -49,7 +49,9 @@ def compare(
             assert metrics[2] == metrics[3] and steps == {"adam": 3, "schedule": 3}, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [n if n == "dp2" else pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS]
+)
 def test_steps_and_checkpoints_are_those_of_a_state_on_the_device(
     tmp_path: Path, layout: str
 ) -> None:

@@ -69,7 +69,13 @@ def assert_same_weights(left: Path, right: Path, rel: float) -> None:
             assert gap <= rel, (name, float(gap))
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2_sp", "pp3", "vpp2", "tp2_pp2_sp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tp1", "vpp2", "tp2_pp2_sp"),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("tp2", "tp2_sp", "pp3")),
+    ],
+)
 def test_families_equal_transformers_and_survive_a_round_trip(
     models: dict[str, Path], shallow: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
@@ -214,7 +220,11 @@ def test_packing_recompute_and_offloading_change_nothing(
 
 
 @pytest.mark.parametrize(
-    "name", ["dp2", "tp2", "tp2_sp", "pp3", "vpp2", "tp2_pp2_sp", "tp2_pp2_dp2"]
+    "name",
+    [
+        *("pp3", "vpp2", "tp2_pp2_sp", "tp2_pp2_dp2"),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("dp2", "tp2", "tp2_sp")),
+    ],
 )
 def test_layouts_take_the_same_steps(
     models: dict[str, Path],
@@ -276,7 +286,7 @@ def test_transformer_engines_attention_takes_the_same_steps(
         assert_same_weights(alone / "one", tmp_path / variant, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dp2", "vpp2_dp2"])
+@pytest.mark.parametrize("name", [pytest.param("dp2", marks=pytest.mark.long), "vpp2_dp2"])
 def test_gradients_are_summed_while_the_backward_pass_goes_on(
     models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

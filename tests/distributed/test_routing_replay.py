@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vpp2_ep2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
     "tp2_cp2": TENSOR | {"context": 2},
 }
-QUICK = ("one", "tp2_ep2_etp1")
+DAILY = (("one", "kept"), ("tp2_ep2_etp1", "recomputed"))
 BATCH = random_batch(seed=11, group=3)
 
 
@@ -147,9 +147,17 @@ def in_world(
     )
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in LAYOUTS]
+    ("name", "recompute"),
+    [
+        pytest.param(
+            *(name, passes == "recomputed"),
+            id=f"{name}-{passes}",
+            marks=() if (name, passes) in DAILY else pytest.mark.long,
+        )
+        for passes in ("kept", "recomputed")
+        for name in LAYOUTS
+    ],
 )
 def test_recorded_choices_change_nothing_and_others_are_taken(
     models: dict[str, Path],

@@ -190,7 +190,7 @@ def test_layouts_and_layer_specs_read_each_others_checkpoints(
         assert all(torch.equal(exported[name], saved[name]) for name in exported)
 
 
-@pytest.mark.parametrize("name", ["one", "tp2_pp2"])
+@pytest.mark.parametrize("name", ["one", pytest.param("tp2_pp2", marks=pytest.mark.long)])
 def test_training_goes_on_while_a_checkpoint_is_written(
     models: dict[tuple[str, int], Path], tmp_path: Path, name: str
 ) -> None:
@@ -219,6 +219,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
                 assert weight.dtype == torch.bfloat16 and torch.equal(weight, saved[name]), key
 
 
+@pytest.mark.long
 @pytest.mark.skipif("vllm" not in available_engines(), reason="the optional vllm is not installed")
 def test_what_a_running_model_exports_generates_in_vllm(tmp_path: Path) -> None:
     # Its attention on a CPU requires heads of 32.

@@ -16,22 +16,32 @@ from ctrl_megatron.models.hf_config import read_model_shape
 from ctrl_megatron.resharding.plan import EngineCut
 
 STAGES = {"tensor": 2, "pipeline": 2}
+PUSHES: dict[str, tuple[Any, ...]] = {
+    # Stages on different hosts; four workers share two groups of keys.
+    "stages": ("qwen2_tied", STAGES, (0, 0, 1, 1), (0, 1), 4),
+    # Replicas, of which one host has none, and experts; its engine gets all from elsewhere.
+    "replicas": ("qwen3_moe_mixed", {"data": 3}, (0, 1, 2), (0, 2), 2),
+    # Every host lacks what three others have, and passes it on.
+    "line": ("qwen2_tied", {"pipeline": 4}, (0, 1, 2, 3), (0, 1, 2, 3), 1),
+    # Whole models.
+    "whole": (
+        *("llama", {"tensor": 2, "virtual_pipeline": 2, "pipeline": 2}),
+        *((0, 0, 1, 1), (1,), 1),
+    ),
+}
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "shards", "cuda_ipc", "nccl"])
 @pytest.mark.parametrize(
-    ("family", "layout", "of_rank", "readers", "workers"),
+    ("family", "layout", "of_rank", "readers", "workers", "transport"),
     [
-        # Stages on different hosts; four workers share two groups of keys.
-        ("qwen2_tied", STAGES, (0, 0, 1, 1), (0, 1), 4),
-        # Replicas, of which one host has none, and experts; its engine gets all from elsewhere.
-        ("qwen3_moe_mixed", {"data": 3}, (0, 1, 2), (0, 2), 2),
-        # Every host lacks what three others have, and passes it on.
-        ("qwen2_tied", {"pipeline": 4}, (0, 1, 2, 3), (0, 1, 2, 3), 1),
-        # Whole models.
-        ("llama", {"tensor": 2, "virtual_pipeline": 2, "pipeline": 2}, (0, 0, 1, 1), (1,), 1),
+        pytest.param(
+            *(*push, transport),
+            id=f"{name}-{transport}",
+            marks=() if name == "replicas" or transport == "shards" else pytest.mark.long,
+        )
+        for transport in ("shared_memory", "shards", "cuda_ipc", "nccl")
+        for name, push in PUSHES.items()
     ],
-    ids=["stages", "replicas", "line", "whole"],
 )
 def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
     family: str,
@@ -70,7 +80,10 @@ def test_every_worker_has_its_part_and_checksums_are_those_of_wholes(
                 assert all(torch.equal(held[name], asked[name]) for name in asked)
 
 
-@pytest.mark.parametrize("transport", ["shards", "cuda_ipc", "nccl"])
+@pytest.mark.parametrize(
+    "transport",
+    ["shards", *(pytest.param(n, marks=pytest.mark.long) for n in ("cuda_ipc", "nccl"))],
+)
 def test_workers_on_several_hosts_have_their_parts(transport: str, tmp_path: Path) -> None:
     """Of one engine, whose workers share groups of keys; the trainer's stages are on both hosts."""
     directory = save_tiny("qwen2_tied", tmp_path, vocab_size=96)

@@ -111,7 +111,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Pa
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        *((name, "megatron") for name in ("tp1", "dp2", "tp2_sp", "pp2", "cp2", "tp2_pp2_dp2")),
+        *((name, "megatron") for name in ("tp2_sp", "cp2", "tp2_pp2_dp2")),
+        *(pytest.param(n, "megatron", marks=pytest.mark.long) for n in ("tp1", "dp2", "pp2")),
         ("dp2", "fsdp"),
     ],
 )

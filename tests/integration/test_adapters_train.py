@@ -49,7 +49,8 @@ def test_adapters_by_themselves_give_the_same_rewards_as_merged_weights(job: Job
     assert gigabytes(alone[1]) < gigabytes(merged[1]) / 10
 
 
-@pytest.mark.parametrize("strategy", ["megatron", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
 def test_a_shared_proxy_is_the_actor_without_its_adapters(job: Job, strategy: str) -> None:
     proxy = f"actor_rollout_ref.proxy.model.path={job.actor}"
     computed = f"actor_rollout_ref.actor.strategy={strategy}"

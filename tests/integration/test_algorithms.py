@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.long) if n == "remax" else n for n in ALGORITHMS],
+    [n if n == "gspo" else pytest.param(n, marks=pytest.mark.long) for n in ALGORITHMS],
 )
 def test_five_steps(job: Job, name: str) -> None:
     run = run_forked(job, name, steps=5, extra=ALGORITHMS[name])

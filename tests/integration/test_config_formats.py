@@ -42,7 +42,10 @@ BLOCKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Format -> settings, and settings of the job that are left out."""
 
 
-@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(n, marks=pytest.mark.long) if n == "diffucoder" else n for n in BLOCKS],
+)
 def test_a_printed_configuration_trains_a_step(job: Job, form: str, tmp_path: Path) -> None:
     settings, without = BLOCKS[form]
     if form == "diffucoder":

@@ -68,7 +68,7 @@ def test_the_actor_learns_from_a_teacher_and_a_resumed_run_is_exact(
         assert lasting(again[step]) == lasting(found[step]), step
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "tensor"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 2)])
 def test_a_dumped_step_learns_the_same_again(
     job: Job, whole: Steps, tmp_path: Path, ranks: int, tensor: int
 ) -> None:
@@ -87,6 +87,7 @@ def test_a_teacher_on_ranks_of_its_own_teaches_the_same(job: Job, whole: Steps) 
             assert found[name] == pytest.approx(whole[step][name], rel=1e-5, abs=1e-7), (step, name)
 
 
+@pytest.mark.long
 def test_a_policy_that_reads_no_hint_agrees_with_itself(job: Job) -> None:
     # The tiny model does not look at its prompt, so a hint changes nothing before an update.
     settings = (

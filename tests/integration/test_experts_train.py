@@ -77,7 +77,8 @@ def test_fine_tuning_learns_and_a_resume_on_pipeline_stages_equals_the_whole_run
     assert resumed == pytest.approx(whole[2:], rel=1e-5)
 
 
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [False, True])
 def test_adapters_of_experts_are_trained_and_a_resume_on_stages_equals_the_whole_run(
     experts_job: Job, shared: bool
 ) -> None:

@@ -39,10 +39,11 @@ def _in_a_step(run: Run) -> bool:
         pytest.param("rank 1", _in_a_push, r"rank 1 \(pid {pid}\) died", marks=pytest.mark.long),
         ("engine", _in_a_step, r"(rollout engine|engine hf) \(pid {pid}\b.* (died|is gone|killed)"),
         # The process that computes inside the vLLM engine; its server notices that it has ended.
-        (
+        pytest.param(
             "vllm core",
             _in_a_step,
             r"(rollout engine|engine vllm) \(pid \d+\b.* (died|is gone|exited)",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "sglang scheduler",
@@ -58,7 +59,12 @@ def _in_a_step(run: Run) -> bool:
             marks=pytest.mark.long,
         ),
         # Suspended, it neither ends nor obeys the launcher's signal.
-        ("silent rank", _in_a_step, r"rank 0 stops because rank 1 has not been heard of for 8 s"),
+        pytest.param(
+            "silent rank",
+            _in_a_step,
+            r"rank 0 stops because rank 1 has not been heard of for 8 s",
+            marks=pytest.mark.long,
+        ),
         ("sandbox", _in_a_step, r"sandbox service \(pid {pid}\) died"),
         pytest.param(
             "silent sandbox",

@@ -111,6 +111,7 @@ def test_own_problems(shell: Shell, actor_path: Path, solved: dict[str, str]) ->
     assert (out / "critic/report.html").is_file()
 
 
+@pytest.mark.long
 def test_one_node(shell: Shell, actor_path: Path, solved: dict[str, str]) -> None:
     """A run that is stopped after its first step goes on with the same command."""
     config = CONFIG.replace("total_training_steps: 2", "total_training_steps: 8")

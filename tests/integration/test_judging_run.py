@@ -38,6 +38,7 @@ def lasting(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(changing)}
 
 
+@pytest.mark.long
 def test_stages_change_the_weights_and_a_resumed_run_is_exact(job: Job) -> None:
     whole = run_forked(job, "judging_whole", steps=4, extra=JUDGING)
     assert whole.codes == (0, 0), whole.output[-8000:]

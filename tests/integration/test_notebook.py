@@ -23,6 +23,7 @@ async def run(cell: str, names: dict[str, Any]) -> None:
         await waits
 
 
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(NOTEBOOK.parent)
     settings = {"OUT": str(tmp_path), "STEPS": "2", "MPLBACKEND": "agg"}

@@ -92,6 +92,7 @@ def test_ppo_is_stopped_in_a_generation(job: Job, tmp_path: Path) -> None:
     assert started[-2:] == ["generate", "save"]
 
 
+@pytest.mark.long
 def test_fine_tuning(job: Job, tmp_path: Path) -> None:
     path = golden_runs.sft_examples(tmp_path / "sft.parquet")
     for steps in (1, 2):

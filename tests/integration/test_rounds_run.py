@@ -84,6 +84,7 @@ def test_what_applies_to_one_round_applies_to_three(job: Job, tmp_path: Path) ->
     assert codes == (0,), said
 
 
+@pytest.mark.long
 def test_chains_drawn_ahead_are_dumped_and_replayed(job: Job, tmp_path: Path) -> None:
     extra = (
         *rounds(turns=3, compare="chain", credit="to_go", discount=0.5),

@@ -65,7 +65,8 @@ def assert_same(run: Run, wanted: list[dict[str, float]], steps: int) -> None:
         assert found["rollout/probs_diff_mean"] < 1e-4
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_hosts_for_engines_and_sandboxes_alone(
     services_job: Job, one_host: Callable[[int], list[dict[str, float]]], engine: str
 ) -> None:

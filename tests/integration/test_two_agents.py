@@ -78,6 +78,7 @@ def largest_change(checkpoint: Path, folder: str, start: Path, out: Path) -> flo
     return max(float((before[name] - after[name]).abs().max()) for name in before)
 
 
+@pytest.mark.long
 def test_both_learn_and_every_text_is_drawn_by_the_right_weights(
     runs: Runs, job: Job, solver: Path, tmp_path: Path
 ) -> None:

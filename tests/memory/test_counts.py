@@ -75,7 +75,10 @@ def elements(shape: ModelShape, layout: Layout, pp: int) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.long) if n == "experts on 8 ranks" else n for n in LARGE],
+    [
+        pytest.param(n, marks=pytest.mark.long) if n in ("64 ranks", "experts on 8 ranks") else n
+        for n in LARGE
+    ],
 )
 def test_every_rank_of_a_large_model_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     file, layout_keys, ranks = LARGE[name]
@@ -243,6 +246,8 @@ SECOND_CASES = frozenset(
         *("adapters of latent attention", "context ranks with all keys"),
         *("experts over context ranks", "adapters over context ranks"),
         *("value model over context ranks", "context ranks, latent attention"),
+        *("whole experts over tensor ranks", "grouped experts over ranks", "adapters of experts"),
+        "context and tensor ranks",
     }
 )
 """Cases that combine what others have apart, which only long runs of the tests measure."""

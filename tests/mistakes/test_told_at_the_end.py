@@ -94,7 +94,10 @@ def test_no_row_to_train_on_is_no_success(
     assert not (world / "data/train.parquet").exists()
 
 
-@pytest.mark.parametrize(("command", "code"), [("{} > /dev/full", 2), ("{} | true", 141)])
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [pytest.param("{} > /dev/full", 2, marks=pytest.mark.long), ("{} | true", 141)],
+)
 def test_an_output_that_takes_nothing_is_no_traceback(command: str, code: int) -> None:
     shape = ROOT / "examples/shapes/qwen2.5-7b.json"
     plan = f"{sys.executable} -W ignore {ROOT}/tools/plan.py --model-config {shape}"

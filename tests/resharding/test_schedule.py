@@ -104,7 +104,10 @@ def test_every_byte_is_on_one_link_and_none_is_faster_than_it(
             EngineCut(tensor=8, spread_experts=True),
             2.0,
         ),
-        ("deepseek-v3", Layout(pipeline=16, data=16, expert=16), EngineCut(tensor=32), 3.0),
+        pytest.param(
+            *("deepseek-v3", Layout(pipeline=16, data=16, expert=16), EngineCut(tensor=32), 3.0),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_large_models_are_pushed_in_seconds_and_near_the_floor(

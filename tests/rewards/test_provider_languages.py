@@ -73,8 +73,18 @@ async def provider(
     await made.close()
 
 
-@pytest.mark.parametrize("name", ["e2b", "morph", "router"])
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize(
+    ("language", "name"),
+    [
+        pytest.param(
+            *(language, name),
+            # Its compiler takes long to start.
+            marks=pytest.mark.long if language == "java" and name != "morph" else (),
+        )
+        for name in ("e2b", "morph", "router")
+        for language in LANGUAGES
+    ],
+)
 @pytest.mark.usefixtures("tools")
 def test_programs_of_every_language_are_judged(name: str, language: str, tmp_path: Path) -> None:
     if missing := [t for t in LANGUAGES[language].tools.split() if shutil.which(t) is None]:

@@ -106,7 +106,7 @@ def said(name: str, path: Path, lora: Lora, pushed: list[dict[str, torch.Tensor]
     [
         ("hf", tiny_llama, DENSE, False),
         ("vllm", tiny_llama, DENSE, False),
-        ("sglang", tiny_llama, DENSE, False),
+        pytest.param("sglang", tiny_llama, DENSE, False, marks=pytest.mark.long),
         # SGLang has these layers only with others in one.
         pytest.param(
             *("sglang", tiny_llama, ("q_proj", "down_proj", "gate_proj"), False),
@@ -114,7 +114,7 @@ def said(name: str, path: Path, lora: Lora, pushed: list[dict[str, torch.Tensor]
         ),
         ("hf", tiny_experts, DENSE, False),
         ("hf", tiny_experts, DENSE, True),
-        ("hf", tiny_experts, ("k_proj", "up_proj"), False),
+        pytest.param("hf", tiny_experts, ("k_proj", "up_proj"), False, marks=pytest.mark.long),
         pytest.param(
             *("hf", tiny_mixtral, ("q_proj", "w1", "w2", "w3"), True), marks=pytest.mark.long
         ),

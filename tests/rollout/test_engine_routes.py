@@ -44,7 +44,7 @@ def drawn(name: str, path: Path, later: Any) -> list[list[list[Completion]]]:
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("hf", tiny_experts),
+        pytest.param("hf", tiny_experts, marks=pytest.mark.long),
         ("hf", tiny_indexed),
         pytest.param("sglang", tiny_experts, marks=pytest.mark.long),
     ],

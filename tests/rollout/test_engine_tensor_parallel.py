@@ -58,19 +58,19 @@ def check_shards(process: EngineProcess, directory: Path, cut: EngineCut, transp
 
 # A busy machine may be several times slower than an idle one.
 @pytest.mark.timeout(900)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "make"),
     [
         ("vllm", tiny_llama),
-        # With experts below, and in test_experts_train.py.
-        pytest.param("sglang", tiny_llama, marks=pytest.mark.long),
-        pytest.param("vllm", tiny_mixtral, marks=pytest.mark.long),
-        pytest.param("vllm", tiny_glm, marks=pytest.mark.long),
-        pytest.param("sglang", tiny_glm, marks=pytest.mark.long),
+        ("sglang", tiny_llama),
+        ("vllm", tiny_mixtral),
+        ("vllm", tiny_glm),
+        ("sglang", tiny_glm),
         # The width of its experts is padded before it is cut.
-        pytest.param("sglang", tiny_experts, marks=pytest.mark.long),
-        pytest.param("vllm", tiny_experts, marks=pytest.mark.long),
-        pytest.param("sglang", tiny_mixtral, marks=pytest.mark.long),
+        ("sglang", tiny_experts),
+        ("vllm", tiny_experts),
+        ("sglang", tiny_mixtral),
     ],
 )
 def test_two_tensor_ranks_hold_what_was_sent(

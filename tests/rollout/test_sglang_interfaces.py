@@ -16,9 +16,12 @@ from patience import PATIENCE
 from ctrl_megatron.rollout.engine import EngineSpec, available_engines
 from ctrl_megatron.rollout.launch import engine_environment
 
-pytestmark = pytest.mark.skipif(
-    "sglang" not in available_engines(), reason="the optional sglang is not installed"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        "sglang" not in available_engines(), reason="the optional sglang is not installed"
+    ),
+]
 
 SCRIPT = """
 import inspect, json, sys
