@@ -75,6 +75,14 @@ METRICS: dict[str, Metric] = {
     "turn/N/undone": Metric("share of right programs that turn N made wrong"),
     "turn/N/called_right_rightly": Metric("share of critiques that say correct of a right program"),
     "turn/N/called_right_wrongly": Metric("share of critiques that say correct of a wrong program"),
+    "program/pass_rate": Metric("tests that the solver's first programs pass (co_train_pipeline)"),
+    "program/right": Metric("share of the first programs that pass every test: pass@1"),
+    "program/length": Metric("tokens of a first program"),
+    "program/cut_rate": Metric("share of first programs cut at data.max_response_length"),
+    "revised_program/pass_rate": Metric("tests that the solver's revisions pass"),
+    "revised_program/right": Metric("share of the revisions that pass every test"),
+    "revised_program/length": Metric("tokens of a revision"),
+    "revised_program/cut_rate": Metric("share of revisions cut at data.max_response_length"),
     "task/NAME/share": Metric(
         "share of the responses to rows of the task NAME, if there are several"
     ),
