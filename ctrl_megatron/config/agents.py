@@ -22,7 +22,7 @@ _OF_ENGINES = (
 """Those that it may set where it has engines of its own, beside ``_DRAWS``."""
 _SHARED = (
     *("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.filter_groups."),
-    *("algorithm.distillation.", "actor_rollout_ref.rollout.staleness"),
+    *("actor_rollout_ref.rollout.staleness",),
     *("actor_rollout_ref.rollout.update_in_flight", "actor_rollout_ref.rollout.streaming"),
     *("actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.router_replay"),
 )
@@ -80,6 +80,8 @@ def with_own_settings(run: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
     share the ranks of its actor."""
     given = dict(leaves(own))
     unset: dict[str, Any] = dict.fromkeys(_FROM_OWN_MODEL)
+    # A teacher belongs to one model.
+    unset["algorithm.distillation"] = {}
     model = run["actor_rollout_ref"]["model"]
     shared = model["tokenizer_path"] or model["path"]
     unset[_TOKENIZER] = None if has_own_engines(own) else shared

@@ -510,7 +510,10 @@ def _agents(config: Config) -> Iterator[str]:
     size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     for name, own in zip(config.policies, further, strict=True):
         problems = [*_ranges(own, {}), *_sizes(own, "rl"), *_fsdp(own, "rl")]
-        for relation in (_parallelism, _adapters, _quantisation, _objective, _refreshed, _groups):
+        for relation in (
+            *(_parallelism, _adapters, _quantisation, _objective, _refreshed),
+            *(_distillation, _groups),
+        ):
             problems += relation(own)
         # What is wrong with the run's ranks is not the policy's.
         if not any(_placed(config, *ROLES)):
@@ -714,8 +717,6 @@ def _distillation(config: Config) -> Iterator[str]:
             f"{prefix}estimator=full compares hidden states on the actor's ranks, and {placed} "
             "puts the teacher on others; set the estimator to top_k, or leave the placement out"
         )
-    if config.policies:
-        yield f"{teacher} teaches one policy, and policies adds others; leave one out"
 
 
 def _groups(config: Config) -> Iterator[str]:

@@ -361,9 +361,11 @@ class Config:
 
     @property
     def proxy_shares_engines(self) -> bool:
-        """True if actor and proxy generate on the same engines."""
-        kind, owners = self.actor_rollout_ref.proxy.kind, self.engine_owners
-        shared = kind == "shared" or (kind == "agent1" and (len(owners) == 1 or owners[1] == 0))
+        """True if the policy and the proxy generate on the same engines."""
+        kind = self.actor_rollout_ref.proxy.kind
+        if self.run is not None:
+            return self.writes_revisions and kind == "agent1" and self.number == 1
+        shared = kind == "shared" or (kind == "agent1" and not any(self.engine_owners[1:2]))
         return self.writes_revisions and shared
 
     @property

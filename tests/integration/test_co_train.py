@@ -11,6 +11,7 @@ from golden_runs import DRAWN, NO_REVISIONS
 from launched_run import Job
 from replayed import replay
 from test_policies import computed
+from test_recovery import ENGINE, hurt, services
 from tiny_run import PROGRAM, byte_chat_model
 from transformers import AutoConfig
 
@@ -90,7 +91,7 @@ def test_both_learn(own_job: Job, solver: Path, tmp_path: Path, engine: str, ste
 def test_what_one_policy_may_have_two_may_have_too(
     own_job: Job, solver: Path, tmp_path: Path
 ) -> None:
-    """Adapters, a value model, a reference on a rank of its own, dynamic sampling and turns; dumps
+    """Adapters, a value model, a teacher on a rank of its own, dynamic sampling and turns; dumps
     are replayed, and a run that is resumed equals one that is not."""
     extra = (
         *(
@@ -101,6 +102,7 @@ def test_what_one_policy_may_have_two_may_have_too(
         *(f"{_OWN}algorithm.adv_estimator=gae", f"{_OWN}critic.optim.lr=1e-3"),
         *("trainer.n_gpus_per_node=3", "placement.reference=[2]", "trainer.turn_steps=1"),
         *("algorithm.filter_groups.enable=true", "data.gen_batch_size=6"),
+        *("algorithm.distillation.teacher=reference", "algorithm.distillation.estimator=top_k"),
         *("trainer.dump_steps=[2]", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=-1"),
     )
     whole = co_train(own_job, solver, "whole", 2, *extra, ranks=3)
@@ -109,6 +111,7 @@ def test_what_one_policy_may_have_two_may_have_too(
     assert "actor/grad_norm" in first and "actor/grad_norm" not in second
     assert "agent1/actor/grad_norm" not in first and second["agent1/actor/grad_norm"] > 0
     assert "actor/kl_to_reference" in first
+    assert whole.metrics()[0]["metrics"]["distillation/row_rate"] == 1
     assert all(step["agent1/critic/vf_loss"] > 0 for step in steps)
     for name, policy in (("global_step_2", "actor"), ("global_step_2_agent1", "agent1")):
         asked = [str(whole.folder / "dumps" / name), "--update", "placement.reference=[]"]
@@ -117,3 +120,20 @@ def test_what_one_policy_may_have_two_may_have_too(
     for last in (1, 2):
         parts = co_train(own_job, solver, "parts", last, *extra, ranks=3)
     assert computed(parts) == steps
+
+
+@pytest.mark.long
+def test_engines_of_either_that_die_come_back(own_job: Job, solver: Path) -> None:
+    whole = co_train(own_job, solver, "undisturbed", 3)
+    settings = (*DRAWN, *_BOTH, f"{_OWN}actor_rollout_ref.model.path={solver}")
+    with own_job.launch("disturbed", steps=3, extra=settings, preloaded=True) as run:
+        for step in (1, 2):
+            run.wait_for_steps(step)
+            hurt(run, ENGINE)
+        for process in services(run, ENGINE):
+            process.kill()
+        assert run.ends() == 0, run.output()[-8000:]
+        assert run.look() == [] and run.shared_memory() == []
+    assert run.output().count("is started again") >= 3
+    assert "agent1 (hf)" in run.output()
+    assert computed(run) == computed(whole)  # type: ignore[arg-type]
