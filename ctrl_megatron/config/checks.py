@@ -515,6 +515,14 @@ def _agents(config: Config) -> Iterator[str]:
             *(_distillation, _groups),
         ):
             problems += relation(own)
+        actor, theirs = config.actor_rollout_ref.actor, own.actor_rollout_ref.actor
+        same = (actor.strategy, actor.megatron) == (theirs.strategy, theirs.megatron)
+        transport = config.actor_rollout_ref.rollout.weight_transport
+        if transport == "nccl" and not same and not config.engine_owners[own.number]:
+            problems.append(
+                f"{_R}weight_transport=nccl sends from the ranks of one layout; give {name} the "
+                f"run's, or engines of its own (policies.{name}.{_R}name)"
+            )
         # What is wrong with the run's ranks is not the policy's.
         if not any(_placed(config, *ROLES)):
             try:
