@@ -84,6 +84,9 @@ def test_a_third_policy(own_job: Job, solver: Path) -> None:
         "dag.custom_pipeline_fn=three_policies:build",
         f"policies.agent2.actor_rollout_ref.model.path={solver}",
         "policies.agent2.actor_rollout_ref.actor.optim.lr=5e-3",
+        # Each cut in its own way, and all on the same engine.
+        f"{_OWN}actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "policies.agent2.actor_rollout_ref.actor.strategy=fsdp",
     )
     run = run_policies(own_job, solver, "three", 2, extra)
     for record in run.metrics():
