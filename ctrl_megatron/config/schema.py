@@ -291,7 +291,8 @@ class Config:
     policies: dict[str, Any] = field(default_factory=dict)
     """Further policies that learn in the same steps, for nodes of agent_group 1, 2, ...: `{agent1:
     {actor_rollout_ref: {model: {path: DIRECTORY}}}}`, each with settings of its own over those of
-    the run. The graph is one of your own."""
+    the run; with actor_rollout_ref.rollout.name among them it has engines of its own. The graph is
+    co_train_pipeline or one of your own."""
     dag: Dag = group(Dag)
     sft: Sft = group(Sft, stage="sft")
 
