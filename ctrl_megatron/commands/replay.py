@@ -15,6 +15,8 @@ from ctrl_megatron.commands.hub import pinned_models
 from ctrl_megatron.commands.launcher import ranks_to_start, start_ranks
 from ctrl_megatron.commands.start import add_run_arguments, command_entry_point, load_checked_config
 from ctrl_megatron.config import Config, check_world_size, load_config
+from ctrl_megatron.config.actor_rollout_ref import CO_TRAIN_PIPELINE
+from ctrl_megatron.config.agents import has_own_engines
 from ctrl_megatron.config.environment import read_launch, set_device_variables
 from ctrl_megatron.config.flags import CommandParser, existing_path, float_flag
 from ctrl_megatron.errors import STOPPED, UserError
@@ -56,8 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{options.dump} is not a dump: it has no config.yaml",
             remedy="name a directory RUN/dumps/global_step_N",
         )
-    recorded = load_config(str(file), [], "none").dag.custom_pipeline_fn
-    here = [] if recorded is None else [f"dag.custom_pipeline_fn={recorded}"]
+    recorded = load_config(str(file), [], "none")
+    pipeline, engines = recorded.dag.custom_pipeline_fn, "actor_rollout_ref.rollout."
+    if options.judge and pipeline == CO_TRAIN_PIPELINE:
+        raise UserError(
+            "co_train_pipeline rewards a critique by several revisions, of which a dump has one",
+            key="--judge",
+            remedy="repeat the update (--update)",
+        )
+    here = [] if pipeline is None else [f"dag.custom_pipeline_fn={pipeline}"]
+    here += [
+        f"policies.{name}.{engines}tensor_model_parallel_size=1"
+        for name, own in recorded.policies.items()
+        if has_own_engines(own)
+    ]
     here += _settings(options.dump, world, launch.local_world_size if ranks is None else ranks)
     config = load_checked_config(str(file), [*here, *options.overrides], "rl")
     check_world_size(config, world)

@@ -314,7 +314,8 @@ def load_config_or_launch(
             print(f"placement=auto:\n{considered}", flush=True)
     check_world_size(config, world_size, purpose)
     if ranks is None:
-        set_device_variables(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
+        layouts = (own.actor_rollout_ref.actor.megatron for own in config.agents)
+        set_device_variables(max(keys.tensor_model_parallel_size for keys in layouts))
         return config
     with _ranks_warn():
         check(config)

@@ -7,6 +7,7 @@ from typing import Any
 
 _PATH = "actor_rollout_ref.model.path"
 _TOKENIZER = "actor_rollout_ref.model.tokenizer_path"
+_DTYPE = "actor_rollout_ref.model.dtype"
 _ENGINE = "actor_rollout_ref.rollout.name"
 _DRAWS = (
     *(_PATH, "actor_rollout_ref.model.lora_"),
@@ -46,6 +47,8 @@ def policy_problems(policies: Mapping[str, Any]) -> Iterator[str]:
             yield f"policies.{name} is a group of settings, not {settings!r}"
             continue
         written = dict(leaves(settings))
+        if written.get(_DTYPE) == "auto" and _ENGINE in written:
+            yield f"policies.{name}.{_DTYPE}=auto is measured for the run alone; name a type"
         if not written.get(_PATH):
             yield f"policies.{name} lacks {_PATH}; name the directory of its model"
         for key in written:

@@ -31,7 +31,7 @@ from ctrl_megatron.config.placement import ROLES, separate_role_ranks
 from ctrl_megatron.config.schema import KEYS, Config
 from ctrl_megatron.config.transformer_overrides import override_problems
 from ctrl_megatron.engine_kinds import ENGINES
-from ctrl_megatron.errors import UserError
+from ctrl_megatron.errors import UserError, begin_lines_of_errors
 
 Purpose = Literal["rl", "sft", "none"]
 """The kind of run, which determines the required keys; ``none`` requires no key."""
@@ -139,7 +139,9 @@ def require_files_exist(
 
 
 def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -> None:
-    """UserError unless ``world_size`` fits the configured ranks, the layout and the batch sizes."""
+    """UserError unless ``world_size`` fits the configured ranks, and every policy's layout and
+    batch sizes."""
+    announced = world_size
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if nodes * each != world_size:
         machines = f"--nnodes {nodes} " if nodes > 1 else ""
@@ -207,6 +209,9 @@ def check_world_size(config: Config, world_size: int, purpose: Purpose = "rl") -
                 f"({world_size} ranks{''.join(f' / {n} {name}' for name, n in sizes.items())}); "
                 f"use a multiple of {data}"
             )
+    for own in config.agents[1:] if purpose == "rl" else ():
+        with begin_lines_of_errors(f"policies.agent{own.number}: "):
+            check_world_size(own, announced)
 
 
 def _ranges(config: Config, written: Mapping[str, KeyPlace]) -> Iterator[str]:
@@ -500,14 +505,13 @@ def _agents(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.staleness:
         yield f"{_R}staleness draws ahead for one policy; leave it or {key} out"
     owners = {*config.engine_owners[1:]} - {0}
-    for placed in _placed(config, "auto", *(["rollout"] if owners else [])):
+    for placed in _placed(config, "auto", "reward_model", *(["rollout"] if owners else [])):
         yield f"{placed} knows the engines and models of one policy; leave it or {key} out"
     try:
         further = config.agents[1:]
     except UserError as error:
         yield str(error)
         return
-    size = config.trainer.nnodes * config.trainer.n_gpus_per_node
     for name, own in zip(config.policies, further, strict=True):
         problems = [*_ranges(own, {}), *_sizes(own, "rl"), *_fsdp(own, "rl")]
         for relation in (
@@ -523,12 +527,6 @@ def _agents(config: Config) -> Iterator[str]:
                 f"{_R}weight_transport=nccl sends from the ranks of one layout; give {name} the "
                 f"run's, or engines of its own (policies.{name}.{_R}name)"
             )
-        # What is wrong with the run's ranks is not the policy's.
-        if not any(_placed(config, *ROLES)):
-            try:
-                check_world_size(own, size)
-            except UserError as error:
-                problems.append(str(error))
         yield from (f"{key}.{name}: {problem}" for problem in problems)
 
 

@@ -377,7 +377,8 @@ class Config:
     @property
     def has_proxy_engines(self) -> bool:
         """True if the proxy has engines of its own."""
-        return self.writes_revisions and self.actor_rollout_ref.proxy.kind == "engine"
+        own = self.actor_rollout_ref.proxy.kind == "engine"
+        return self.run is None and self.writes_revisions and own
 
     @property
     def engine_gpus_per_node(self) -> int:

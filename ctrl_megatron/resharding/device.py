@@ -155,8 +155,8 @@ class DeviceOwner:
         ``strategy`` says which models may be there.
         With ``shared`` trainer and engines use the same devices, and the engines sleep from now on;
         without it they never sleep. ``offloaded_parts`` are the parts of a model that go to host
-        memory while the engines generate. ``learns`` says whether the policy does after so many
-        training steps.
+        memory while the engines generate. ``learns`` says whether the policy learns in the step
+        before which so many are finished.
         ``adapter_shape`` is the shape of the actor if only LoRA adapters are sent. The engines then
         keep their base weights, also asleep, and the directories' roles use these. With
         ``keep_proxy`` the weights of the proxy's directory are read and sent once, and stay in the
@@ -279,13 +279,14 @@ class DeviceOwner:
         if step != self._step:
             self._losses = 0
         while True:
+            for other in self._owners if self._shared else ():
+                if other is not self:
+                    # It may draw again in this step, from the same weights.
+                    other._free(keep=True)
+            # An engine that starts again needs the memory too.
             if self._restore():
                 self._proof.forget()
             try:
-                for other in self._owners:
-                    if other is not self:
-                        # It may draw again in this step, from the same weights.
-                        other._free(keep=True)
                 version, self._step = self.version(role, step), step
                 report, seconds = None, 0.0
                 if self._loaded != version:

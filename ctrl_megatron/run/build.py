@@ -73,8 +73,12 @@ def start_engines(run: Session, inputs: RunInputs, link: WorldLink) -> list[Poli
     started, found = list[Services](), list[PolicyEngines]()
     for number, owner in enumerate(run.config.engine_owners):
         if number != owner:
-            found += found[owner : owner + 1]
+            if found:
+                found.append(found[owner])
             continue
+        if started:
+            # A stop that one world has seen meanwhile ends all of them here.
+            link.synchronize_worlds()
         own = inputs.of_policy(number)
         services = run.start_services(
             max_model_len=own.max_model_len,
@@ -131,6 +135,7 @@ def build_worker(
     codec, train, validation = inputs.codec, inputs.train, inputs.validation
     sampler, steps = row_sampler(config, train), total_steps(config, len(train.rows))
     services, device = engines[0].services, engines[0].owner
+    rewards = build_rank_reward_sum(run, services, inputs)
     built = [
         build_learning_models(run, own, number, steps, engines[number].owner)
         for number, own in enumerate(config.agents)
@@ -153,11 +158,11 @@ def build_worker(
         draw=sampler.next_batch,
         peek=sampler.peek,
         total_steps=steps,
-        engine=engines[0].client,
+        engine=engines[0].client if groups.is_leader else None,
         owner=device,
         max_model_len=services.max_model_len,
         proxy=build_proxy(config, engines, inputs),
-        rewards=build_rank_reward_sum(run, services, inputs),
+        rewards=rewards if groups.is_leader else None,
         reward_weights=inputs.rewards.weights,
         actor=built[0].policy,
         reference=built[0].reference,
@@ -172,18 +177,18 @@ def build_worker(
             worker,
             config=own,
             role=policy_role(number),
-            groups=run.groups_of_policy(number),
+            groups=(theirs := run.groups_of_policy(number)),
             codec=inputs.of_policy(number).codec,
             train=inputs.of_policy(number).train,
             validation=inputs.of_policy(number).validation,
-            engine=engines[number].client,
+            engine=engines[number].client if theirs.is_leader else None,
             owner=engines[number].owner,
             max_model_len=engines[number].services.max_model_len,
             actor=built[number].policy,
             reference=built[number].reference,
             value=built[number].value,
             # The share of samples that were judged is reported for each policy.
-            rewards=worker.rewards and worker.rewards.with_own_counts(),
+            rewards=rewards.with_own_counts() if rewards and theirs.is_leader else None,
             kl_controller=build_kl_controller(own),
             ahead=DrawsAhead(),
             leftover=LeftoverGroups(),

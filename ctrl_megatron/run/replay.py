@@ -138,7 +138,7 @@ def replay_update(
     # The policy's own layout, and no other's.
     with session(own) as run:
         worker = _worker(run, graph, dump, start)
-        indices = samples_of_rank(dump.batch, run.groups, config)
+        indices = samples_of_rank(dump.batch, run.groups, own)
         batch = TensorDict(
             select_rows([dict(dump.batch.items())], indices), batch_size=[len(indices)]
         )
@@ -349,7 +349,8 @@ def recorded_samples(batch: TensorDict, train: PromptTable, prefix: str) -> list
             )
         turns: dict[str, Any] = {}
         if "turn" in one:
-            program = CriticisedProgram(text=one["program"]) if one["parent"] else None
+            known = one["parent"] or one["program"]
+            program = CriticisedProgram(text=one["program"]) if known else None
             turns = {"turn": int(one["turn"]), "parent": one["parent"], "program": program}
         # The length of a greedy critique is not rewarded.
         tokens = () if prefix else batch["responses"][i][batch["response_mask"][i]].tolist()

@@ -22,7 +22,7 @@ from ctrl_megatron.checkpoint.run_directory import (
 )
 from ctrl_megatron.config import Config
 from ctrl_megatron.config.environment import read_launch, read_restart_count
-from ctrl_megatron.errors import FAILED, STOPPED, open_user_code_note
+from ctrl_megatron.errors import FAILED, STOPPED, begin_lines_of_errors, open_user_code_note
 from ctrl_megatron.metrics import Gauge, MetricsServer
 from ctrl_megatron.metrics.output import ignore_closed_output
 from ctrl_megatron.parallel.failure import FailureWatch, StuckThreadStartDetector
@@ -99,7 +99,24 @@ class Session:
         """
         if self.stop.requested_on_any_rank(self.all_ranks):
             raise StopRequested
-        services = Services(
+        with begin_lines_of_errors(f"policies.agent{policy}." if policy else ""):
+            services = self._services(policy, max_model_len, proxy_model_len, judges, beside)
+        self.at_end.append(services.stop)
+        services.start()
+        services.wait()
+        if self.served is not None:
+            self.served.add_gauges(services.gauges)
+        return services
+
+    def _services(
+        self,
+        policy: int,
+        max_model_len: int,
+        proxy_model_len: int | None,
+        judges: bool,
+        beside: Sequence[Services],
+    ) -> Services:
+        return Services(
             self.config.agents[policy],
             self.joined.of_policy(policy),
             self.worlds,
@@ -112,12 +129,6 @@ class Session:
             role=policy_role(policy),
             beside=beside,
         )
-        self.at_end.append(services.stop)
-        services.start()
-        services.wait()
-        if self.served is not None:
-            self.served.add_gauges(services.gauges)
-        return services
 
 
 @contextmanager

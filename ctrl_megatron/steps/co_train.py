@@ -95,6 +95,13 @@ def co_train_pipeline(config: Config, *, programs: int = 1, revisions: int = 2) 
                 f"is {number}", key=f"dag.options.{name}", remedy=f"give {least} or more"
             )
 
+    if config.needs_reward_model:
+        raise UserError(
+            "a reward model would score programs as answers to the request for a critique",
+            key="reward_model.enable",
+            remedy="leave it out",
+        )
+
     @node(writes=(*DRAWN, *_JUDGED, *TURN_COLUMNS, "problem_id"), uses=("rewards",))
     def write_programs(worker: DAGWorker, batch: TensorDict) -> NodeOutput:
         """From ``row`` to the solver's judged programs."""
@@ -268,8 +275,9 @@ def _tokens(worker: DAGWorker, messages: Any) -> Sequence[int]:
 
 
 def _judged_programs(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with their texts and outcomes: every reward function of the run counts as the
-    share of the tests that a program passes. Collective."""
+    """The samples with their texts and outcomes: the share of the tests that a program passes is
+    the reward ``critic``, and every other one is 0, so that no weight or gate of theirs counts.
+    Collective."""
     programs = [worker.codec.decode(sample.completion.token_ids) for sample in samples]
     rows = [worker.train.row(sample.row_id) for sample in samples]
 
@@ -284,7 +292,7 @@ def _judged_programs(worker: DAGWorker, samples: Sequence[Sample]) -> list[Sampl
             text=program,
             outcome=SampleRewards(
                 total=one.reward,
-                rewards=dict.fromkeys(worker.reward_weights, one.reward),
+                rewards=dict.fromkeys(worker.reward_weights, 0.0) | {"critic": one.reward},
                 pass_rate=one.reward,
                 cached=one.cached,
                 detail=one.detail,

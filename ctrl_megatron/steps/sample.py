@@ -117,7 +117,8 @@ class Sample:
     """The critique whose revision this one is about: the uid of its group and its place in it, with
     a slash between them. Empty in the first turn."""
     program: CriticisedProgram | None = None
-    """That revision; None in the first turn."""
+    """The program that the critique is about where it is not the row's: that revision, or a program
+    of the solver (``co_train``)."""
     fields: Fields = dataclasses.field(default_factory=dict)
     """Further columns of the batch, of a pipeline's own."""
 

@@ -96,7 +96,7 @@ class Proxy(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the connections of its own (leaders only)."""
+        """Close the connections of its own."""
         ...
 
 
@@ -122,7 +122,7 @@ class RolloutWorker:
     stop: StopFlag
     codec: TextCodec
     engine: CountedEngine | None
-    """All engines that the worker's policy draws with; None on ranks that lead no policy."""
+    """All engines that the worker's policy draws with; None on ranks that are not its leaders."""
     owner: DeviceOwner | None
     """Who has the device, engine or trainer, and which weights the engines have; None on ranks of a
     world without engines."""
@@ -133,7 +133,7 @@ class RolloutWorker:
     proxy: Proxy | None = None
     """The source of revisions; None if no node asks for revisions."""
     rewards: RewardSum | None
-    """Every reward function of the run; None on ranks that lead no policy, and if no node reads
+    """Every reward function of the run; None on ranks that are not leaders, and if no node reads
     ``reward``."""
     reward_weights: Mapping[str, float]
     """Reward function -> weight before ``reward.schedule``; ``reward/mean`` is the mean of the
@@ -250,7 +250,7 @@ class RolloutWorker:
     def close(self) -> None:
         if self.engine is not None:
             self.background.run_before_close(self.engine.close())
-        if self.proxy is not None and self.engine is not None:
+        if self.proxy is not None:
             self.background.run_before_close(self.proxy.close())
         if self.owner is not None:
             self.owner.close()
@@ -304,9 +304,12 @@ class DAGWorker(RolloutWorker):
         return require_on_rank(self.actor, "the actor")
 
     def close(self) -> None:
-        for agent in self.agents[1:]:
-            if agent.engine is not None and agent.engine is not self.engine:
-                self.background.run_before_close(agent.engine.close())
+        # A rank may lead a further policy alone.
+        rewards = [agent.rewards for agent in self.agents if agent.rewards is not None]
+        self.rewards = next(iter(rewards), None)
+        for engine in {id(agent.engine): agent.engine for agent in self.agents[1:]}.values():
+            if engine is not None and engine is not self.engine:
+                self.background.run_before_close(engine.close())
         RolloutWorker.close(self)
 
     def wait_for_draws(self) -> None:

@@ -24,6 +24,7 @@ from ctrl_megatron.config.adapters import pushes_adapters
 from ctrl_megatron.config.algorithm import ADV_ESTIMATORS
 from ctrl_megatron.config.checks import model_directories
 from ctrl_megatron.config.foreign import FOREIGN
+from ctrl_megatron.errors import UserError
 
 ROLLOUT = "actor_rollout_ref.rollout."
 MEGATRON = ACTOR + "megatron."
@@ -239,8 +240,9 @@ def test_coupled_scores_exclude_what_reads_log_probs(override: str, fragments: l
         ),
         ("policies.agent1.actor_rollout_ref.rollout.staleness=1", ["staleness", "for all"]),
         (
-            "policies.agent1.actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
-            ["policies.agent1: ", "tensor_model_parallel_size=2", "start a multiple of 2"],
+            "policies={agent1: {actor_rollout_ref: {model: {path: solver, dtype: auto}, "
+            "rollout: {name: hf}}}}",
+            ["policies.agent1.actor_rollout_ref.model.dtype=auto is measured"],
         ),
         ("policies.agent1.critic.nothing=1", ["policies.agent1.", "critic.nothing"]),
         ("policies.agent1.actor_rollout_ref.ref.sync_steps=-1", ["policies.agent1", "sync_steps"]),
@@ -269,6 +271,34 @@ def test_a_second_policy_has_the_settings_of_the_first_but_for_its_own() -> None
     # Its reference is its own start.
     assert (actor.ref.model.path, solver.ref.model.path) == ("before", None)
     assert len(load_config(None, PATHS).agents) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "apart", "own", "fragment"),
+    [
+        (3, "[2]", "tensor_model_parallel_size=2", ""),
+        (4, "[]", "tensor_model_parallel_size=2", ""),
+        (3, "[]", "tensor_model_parallel_size=2", "start a multiple of 2 ranks"),
+        (4, "[3]", "tensor_model_parallel_size=1", ""),
+        (5, "[4]", "tensor_model_parallel_size=1", "does not divide over 4 data-parallel ranks"),
+    ],
+)
+def test_the_layout_of_every_policy_fits_the_actors_ranks(
+    ranks: int, apart: str, own: str, fragment: str
+) -> None:
+    given = (
+        *(*PATHS, "dag.custom_pipeline_fn=mine:build", "agent1.model.path=solver"),
+        *(f"trainer.n_gpus_per_node={ranks}", f"placement.reference={apart}"),
+        *("data.train_batch_size=6", ACTOR + "ppo_mini_batch_size=6", ACTOR + "use_kl_loss=true"),
+        ACTOR + f"megatron.tensor_model_parallel_size={ranks - (apart != '[]')}",
+        f"policies.agent1.actor_rollout_ref.actor.megatron.{own}",
+    )
+    config = load_config(None, given)
+    if not fragment:
+        return check_world_size(config, ranks)
+    with pytest.raises(UserError, match=fragment) as caught:
+        check_world_size(config, ranks)
+    assert str(caught.value).startswith("policies.agent1: ")
 
 
 def test_a_policy_that_names_an_engine_has_its_own_with_its_tokenizer() -> None:

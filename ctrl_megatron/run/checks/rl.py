@@ -67,15 +67,12 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     """
     graphs: list[TaskGraph] = []
     plans: list[RewardPlan] = []
-    rollouts = [own.actor_rollout_ref.rollout for own in config.agents]
     run_all_checks(
         lambda: graphs.append(configured_pipeline(config)),
         lambda: check_estimator_and_loss(config),
         lambda: check_rewards(config),
         lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
         lambda: [check_group_filter(config, plan) for plan in plans],
-        lambda: [require_engine(keys.name, keys.python) for keys in rollouts],
-        lambda: [sender_class(keys.weight_transport) for keys in rollouts],
         *map(_model_checks, range(len(config.agents)), config.agents),
         lambda: check_proxy(config),
         lambda: check_reward_model(config),
@@ -95,12 +92,17 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
 
 
 def _model_checks(policy: int, config: Config) -> Callable[[], None]:
-    """A check of the models of the policy of that number, whose configuration is ``config``."""
+    """A check of the models and engines of the policy of that number, whose configuration is
+    ``config``."""
+    keys = config.actor_rollout_ref.rollout
 
     def check() -> None:
         with begin_lines_of_errors(f"policies.agent{policy}." if policy else ""):
             run_all_checks(
-                lambda: check_model_files(config, "rl"), lambda: check_tokenizers(config, "rl")
+                lambda: check_model_files(config, "rl"),
+                lambda: require_engine(keys.name, keys.python),
+                lambda: sender_class(keys.weight_transport),
+                lambda: check_tokenizers(config, "rl"),
             )
 
     return check
