@@ -647,7 +647,8 @@ def _host(
         engine_gpus = family.rollout.n_gpus_per_node or own
         items["engines"] = (engine_gpus + len(others) * len(shared)) * _ENGINE_PROCESS
         items["proxy's engines"] = proxies * _ENGINE_PROCESS
-        same = config.trainer.critic_warmup or pushes_adapters(config)
+        keys = config.trainer
+        same = keys.critic_warmup or keys.turn_steps or pushes_adapters(config)
         if same and family.rollout.engine_sleeps:
             # The engine needs the same weights again, so it keeps them while it sleeps.
             items["engines' weights asleep"] = engine_gpus * engine.weights

@@ -194,7 +194,7 @@ class JoinedGroups:
     others."""
 
     def of_policy(self, number: int) -> JoinedGroups:
-        """The same where the policy of that ``agent_group`` takes the first one's place."""
+        """The same with the groups of the policy of that ``agent_group`` as ``groups``."""
         return replace(self, groups=self.further[number - 1]) if number and self.further else self
 
 

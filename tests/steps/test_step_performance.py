@@ -65,7 +65,8 @@ def test_speed_counts_every_rank_and_every_pass() -> None:
     }
     batch = TensorDict(masks, batch_size=[2])
     # Nodes of a second policy take time, and its model computes.
-    second = SimpleNamespace(actor=model(10, 90), reference=None, value=None, groups=stage.groups)
+    alone = SimpleNamespace(gather_data_ranks=lambda mine: [mine])
+    second = SimpleNamespace(actor=model(10, 90), reference=None, value=None, groups=alone)
     stage.agents = [stage, second]
     with stage.timeline.phase("agent1_actor_update"):
         now[0] += 8
