@@ -40,6 +40,7 @@ INSIDE_A_CHECKPOINT = {
     "policy/",
     "value/",
     "hf/",
+    "hf_agent1/",
     "trainer_state.json",
     "config.json",
     *("optimizer.json", "policy/adapters.json", "adapter_config.json"),
