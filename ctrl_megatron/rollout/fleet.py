@@ -53,8 +53,8 @@ _GAUGE_SECONDS = 2.0
 
 
 class Services:
-    """The engines of a run, and its sandboxes if it judges programs and the configuration names no
-    running one.
+    """The engines of a run, or of a further policy with its own, and the run's sandboxes if it
+    judges programs and the configuration names no running one.
 
     On every host of the world with the engines (``placement.rollout``) the first rank of that world
     starts the host's engines, and so for the sandboxes; all ranks make this object, whatever their

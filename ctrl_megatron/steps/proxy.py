@@ -33,11 +33,11 @@ Reply = ProxyAnswer | ProxyFailure | None
 
 
 class SharedProxy:
-    """A proxy on the actor's engines, to which ``device`` pushes the weights of its ``role`` before
+    """A proxy on engines of a policy, to which ``device`` pushes the weights of its ``role`` before
     it answers: a frozen model, or a policy that learns.
 
-    It has the actor's shape, tokenizer and chat template. ``engine`` is a client of all engines on
-    leaders, None elsewhere; ``max_model_len`` is their longest sequence, in tokens.
+    ``codec`` has the tokenizer and chat template of that policy. ``engine`` is a client of all
+    these engines on leaders, None elsewhere; ``max_model_len`` is their longest sequence, in tokens.
     """
 
     can_overlap = False

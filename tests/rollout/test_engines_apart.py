@@ -13,6 +13,7 @@ from ctrl_megatron.config import Config, check_world_size, load_config
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.parallel.hosts import Hosts, hosts_from_identities
 from ctrl_megatron.parallel.layout import world_of_role, worlds_of
+from ctrl_megatron.parallel.placement import EnginePlace
 from ctrl_megatron.rollout.engine import EngineDied
 from ctrl_megatron.rollout.engine_specs import engine_placement
 from ctrl_megatron.rollout.kept_engine import LedEngine
@@ -110,3 +111,22 @@ def test_a_led_engine_that_is_another_process_has_no_weights() -> None:
         assert await engine.wait_until_up(1.0) and not engine.fresh
 
     asyncio.run(look())
+
+
+def test_a_further_policys_dedicated_engines_have_the_next_devices() -> None:
+    own = "policies.agent1.actor_rollout_ref."
+    given = (
+        *("actor_rollout_ref.model.path=m", "data.train_files=d", "trainer.n_gpus_per_node=2"),
+        *("dag.custom_pipeline_fn=mine:build", f"{own}model.path=solver"),
+        *(f"{_R}placement=dedicated", f"{_R}n_gpus_per_node=2", f"{own}rollout.name=hf"),
+        *(f"{_P}kind=engine", f"{_P}engine.n_gpus_per_node=1", f"{own}rollout.n_gpus_per_node=1"),
+    )
+    config = load_config(None, given)
+    assert config.engine_gpus_per_node == 4
+    worlds, hosts, beside = worlds_of(2, config), hosts_of(2, 1), list[EnginePlace]()
+    found = list[tuple[str, tuple[int, ...]]]()
+    for own_config in (config, config.agents[1]):
+        placed = engine_placement(own_config, hosts, worlds, visible=6, beside=beside)
+        beside += placed.engines
+        found += [(engine.role, engine.devices) for engine in placed.engines]
+    assert found == [("rollout", (2,)), ("rollout", (3,)), ("proxy", (4,)), ("rollout", (5,))]
