@@ -37,7 +37,7 @@ class SharedProxy:
     it answers: a frozen model, or a policy that learns.
 
     ``codec`` has the tokenizer and chat template of that policy. ``engine`` is a client of all
-    these engines on leaders, None elsewhere; ``max_model_len`` is their longest sequence, in tokens.
+    these engines on leaders, None elsewhere; ``max_model_len`` is their longest sequence in tokens.
     """
 
     can_overlap = False
