@@ -54,6 +54,7 @@ def computed(run: ForkedRun) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.long
 def test_each_learns_in_its_own_way_is_dumped_and_resumed(
     own_job: Job, solver: Path, tmp_path: Path
 ) -> None:
