@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [*again, *options.overrides, *pinned_models(config)],
             expected=(DIFFERS,),
         )
-    set_device_variables(config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size)
+    set_device_variables(config.most_tensor_ranks)
     return _replay(config, options.dump, options.weights, options.judge, options.tolerance)
 
 

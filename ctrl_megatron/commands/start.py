@@ -314,8 +314,7 @@ def load_config_or_launch(
             print(f"placement=auto:\n{considered}", flush=True)
     check_world_size(config, world_size, purpose)
     if ranks is None:
-        layouts = (own.actor_rollout_ref.actor.megatron for own in config.agents)
-        set_device_variables(max(keys.tensor_model_parallel_size for keys in layouts))
+        set_device_variables(config.most_tensor_ranks)
         return config
     with _ranks_warn():
         check(config)

@@ -23,9 +23,11 @@ _OF_ENGINES = (
 """Those that it may set where it has engines of its own, beside ``_DRAWS``."""
 _SHARED = (
     *("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.filter_groups."),
-    *("actor_rollout_ref.rollout.staleness",),
-    *("actor_rollout_ref.rollout.update_in_flight", "actor_rollout_ref.rollout.streaming"),
-    *("actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.router_replay"),
+    *(f"actor_rollout_ref.rollout.{name}" for name in ("staleness", "update_in_flight")),
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in ("streaming", "val_kwargs.", "router_replay")
+    ),
 )
 """Among these, the keys of the run: how the policies draw together."""
 _FROM_OWN_MODEL = ("actor_rollout_ref.ref.model.path", "critic.model.path")

@@ -320,6 +320,12 @@ class Config:
         own = enumerate(self.policies.values(), 1)
         return (0, *(number if has_own_engines(given) else 0 for number, given in own))
 
+    @property
+    def most_tensor_ranks(self) -> int:
+        """The most ranks that split one weight, of all policies."""
+        layouts = (own.actor_rollout_ref.actor.megatron for own in self.agents)
+        return max(layout.tensor_model_parallel_size for layout in layouts)
+
     def learns_in(self, step: int) -> bool:
         """Whether the policy learns in the training step before which ``step`` are finished:
         after ``trainer.critic_warmup``, and in its turn (``trainer.turn_steps``)."""

@@ -138,19 +138,18 @@ def engine_spec(
     place: EnginePlace,
     max_model_len: int,
     part: EnginePart | None = None,
-    *,
-    policy: str = "actor",
 ) -> EngineSpec:
     """The configured engine at one of its places, or its ``part`` there: with the proxy's weights,
-    or waiting for those of the ``policy``, whose configuration this is."""
+    or waiting for those of the policy whose configuration this is."""
     family, keys = config.actor_rollout_ref, engine_config(config, place.role)
     hosts, host = groups.hosts, place.host + (part.number if part else 0)
     together = len(placement.engines_on(host))
     same = placement.of_role(place.role).engines
     number = place.number - same[0].number
     on_gpus, is_actor = groups.device.type == "cuda", place.role == "rollout"
-    file = ("engine" if policy == "actor" else f"{policy}_engine") if is_actor else "proxy"
-    whose = ("" if policy == "actor" else policy) if is_actor else "proxy"
+    policy = f"agent{config.number}" if config.number else ""
+    whose = policy if is_actor else "proxy"
+    file = (f"{policy}_engine" if policy else "engine") if is_actor else "proxy"
     name = f"{whose} ({keys.name})" if whose else keys.name
     log = f"{file}.{number}" if number else file
     if part and part.number:

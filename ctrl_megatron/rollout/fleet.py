@@ -74,14 +74,12 @@ class Services:
         max_model_len: int,
         proxy_model_len: int | None = None,
         judges: bool = True,
-        role: str = "actor",
         beside: Sequence[Services] = (),
     ) -> None:
         """``max_model_len`` and ``proxy_model_len`` are the longest sequences, in tokens, of the
-        actor's engines and of the proxy's own. ``role`` is the policy whose engines they are,
-        ``beside`` are the services of others: dedicated engines have other devices than theirs.
+        actor's engines and of the proxy's own. ``beside`` are the services of other
+        policies: dedicated engines have other devices than theirs.
         """
-        self._role = role
         self.max_model_len, self.proxy_model_len = max_model_len, proxy_model_len
         self._config, self._groups, self._watch = config, joined.groups, watch
         self._everyone, self._world, self._worlds = joined.everyone, joined.world, worlds
@@ -147,9 +145,7 @@ class Services:
             part = meetings.get(place.number)
             if part is not None:
                 part = replace(part, number=groups.host_index - place.host)
-            spec = engine_spec(
-                config, groups, self._started, place, longest, part, policy=self._role
-            )
+            spec = engine_spec(config, groups, self._started, place, longest, part)
             self._engines[place.number] = engine = EngineProcess(spec)
             sleeps = place.role == "rollout" and config.actor_rollout_ref.rollout.engine_sleeps
             self._keepers[place.number] = self._kept(EngineService(engine), waits=sleeps)

@@ -90,13 +90,12 @@ def start_engines(run: Session, inputs: RunInputs, link: WorldLink) -> list[Poli
         started.append(services)
         if not link.has_rank_zero:
             continue
-        config, groups = run.config.agents[number], run.groups_of_policy(number)
+        config = run.config.agents[number]
         try:
             device = device_owner(
                 run,
                 services,
                 {} if number else shared_proxy_directory(config),
-                groups=groups,
                 config=config,
                 shared=config.actor_rollout_ref.rollout.engine_sleeps,
                 offloaded_parts=parts_to_offload(config),
@@ -137,7 +136,7 @@ def build_worker(
     services, device = engines[0].services, engines[0].owner
     rewards = build_rank_reward_sum(run, services, inputs)
     built = [
-        build_learning_models(run, own, number, steps, engines[number].owner)
+        build_learning_models(run, own, steps, engines[number].owner)
         for number, own in enumerate(config.agents)
     ]
     reward_model = None
@@ -212,10 +211,10 @@ class LearningModels:
 
 
 def build_learning_models(
-    run: Session, config: Config, number: int, steps: int, device: DeviceOwner
+    run: Session, config: Config, steps: int, device: DeviceOwner
 ) -> LearningModels:
-    """The models of the policy of that ``agent_group``, whose configuration is ``config``.
-    Collective."""
+    """The models of the policy whose configuration is ``config``. Collective."""
+    number = config.number
     groups, role = run.groups_of_policy(number), policy_role(number)
     # Only the first policy's may be on ranks of their own.
     policy, reference = build_policies(
@@ -613,7 +612,6 @@ def device_owner(
     directories: Mapping[Role, str],
     *,
     config: Config | None = None,
-    groups: ProcessGroups | None = None,
     shared: bool = False,
     offloaded_parts: Sequence[OffloadPart] = (),
     learns: Callable[[int], bool] = lambda step: True,
@@ -621,9 +619,10 @@ def device_owner(
     beside: DeviceOwner | None = None,
 ) -> DeviceOwner:
     """The owner of the devices, which pushes to the configured engines. ``probe`` are the tokens of
-    a row by which pushes of a trained policy are verified. ``config`` and ``groups`` are those of a
-    policy, by default the first, and ``beside`` is the owner for another's engines. Collective."""
-    config, groups = config or run.config, groups or run.groups
+    a row by which pushes of a trained policy are verified. ``config`` is that of a policy, by
+    default the first, and ``beside`` is the owner for another's engines. Collective."""
+    config = config or run.config
+    groups = run.groups_of_policy(config.number)
     family = config.actor_rollout_ref
     kind, quantised = ENGINES[family.rollout.name], family.rollout.quantization is not None
     adapters_alone = pushes_adapters(config)

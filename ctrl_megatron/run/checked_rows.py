@@ -119,14 +119,7 @@ def _checked(
             if not drop:
                 raise
             bad.append(str(error))
-    ids = {table.rows[number].id for number in kept}
-    sets = {name: own & ids for name, own in table.sets.items()}
-    if not kept or not all(sets.values()):
+    left = table.of_rows([rows[number] for number in kept])
+    if not kept or not all(left.sets.values()):
         raise UserError(f"no row is left to use, the last because {bad[-1]}", key=key)
-    return replace(
-        table,
-        rows=tuple(rows[number] for number in kept),
-        prompts=tuple(table.prompts[number] for number in kept),
-        bad=(*table.bad, *bad),
-        sets=sets,
-    )
+    return replace(left, bad=(*table.bad, *bad))

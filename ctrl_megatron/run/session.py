@@ -36,7 +36,6 @@ from ctrl_megatron.parallel.groups import (
 from ctrl_megatron.parallel.layout import World, layout_for, world_of_role, worlds_of
 from ctrl_megatron.parallel.stacks import StackFile
 from ctrl_megatron.parallel.stop import StopFlag, StopRequested
-from ctrl_megatron.resharding.device import policy_role
 from ctrl_megatron.resharding.transports.shared_memory import SharedMemorySender
 from ctrl_megatron.rollout.fleet import Services
 from ctrl_megatron.run.measured_dtype import require_one_dtype
@@ -126,7 +125,6 @@ class Session:
             max_model_len=max_model_len,
             proxy_model_len=proxy_model_len,
             judges=judges,
-            role=policy_role(policy),
             beside=beside,
         )
 

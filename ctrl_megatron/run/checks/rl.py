@@ -73,7 +73,7 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
         lambda: check_rewards(config),
         lambda: plans.extend(plan_rewards(config, graph.required_rewards) for graph in graphs),
         lambda: [check_group_filter(config, plan) for plan in plans],
-        *map(_model_checks, range(len(config.agents)), config.agents),
+        *map(_model_checks, config.agents),
         lambda: check_proxy(config),
         lambda: check_reward_model(config),
         lambda: check_loggers(config),
@@ -91,13 +91,12 @@ def check_rl_run(config: Config) -> tuple[TaskGraph, RewardPlan]:
     return graphs[0], plans[0]
 
 
-def _model_checks(policy: int, config: Config) -> Callable[[], None]:
-    """A check of the models and engines of the policy of that number, whose configuration is
-    ``config``."""
-    keys = config.actor_rollout_ref.rollout
+def _model_checks(config: Config) -> Callable[[], None]:
+    """A check of the models and engines of the policy whose configuration is ``config``."""
+    keys, number = config.actor_rollout_ref.rollout, config.number
 
     def check() -> None:
-        with begin_lines_of_errors(f"policies.agent{policy}." if policy else ""):
+        with begin_lines_of_errors(f"policies.agent{number}." if number else ""):
             run_all_checks(
                 lambda: check_model_files(config, "rl"),
                 lambda: require_engine(keys.name, keys.python),
