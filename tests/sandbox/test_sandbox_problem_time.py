@@ -5,8 +5,10 @@ use it, and honest problems beside slow ones are judged.
 from __future__ import annotations
 
 import asyncio
+import selectors
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,14 @@ from ctrl_megatron.config.algorithm import Sandbox
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxLimits
 from ctrl_megatron.sandbox.__main__ import main
 from ctrl_megatron.sandbox.client.sandbox_client import SandboxSilent
+from ctrl_megatron.sandbox.service import problem_clock
 from ctrl_megatron.sandbox.service.problem_clock import ProblemClock
 from ctrl_megatron.sandbox.wire import EvalResult
 
 BUDGET = 1.0
 OVER = "the problem's time is over"
 Submit = Callable[..., EvalResult]
+Timed = Callable[[Callable[[Callable[[], float]], Awaitable[None]]], None]
 
 
 @pytest.fixture(scope="module")
@@ -216,42 +220,58 @@ def test_requests_that_advance_in_step_are_all_judged(brief: EmbeddedSandbox) ->
     assert sorted(ends)[1] > silence
 
 
-def clocked(scenario: Callable[[ProblemClock, list[float]], Any]) -> tuple[float, list[float]]:
-    async def run() -> tuple[float, list[float]]:
+class NoWait(selectors.DefaultSelector):
+    """Waits of a loop with this selector take no time: ``now`` moves on by them."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timed]:
+    """Runs a coroutine function of the time, which passes in waits only."""
+    selector = NoWait()
+    loop = asyncio.SelectorEventLoop(selector)
+    monkeypatch.setattr(loop, "time", lambda: selector.now)
+    clock = SimpleNamespace(monotonic=lambda: selector.now)
+    monkeypatch.setattr(problem_clock, "time", clock)
+    yield lambda scenario: loop.run_until_complete(scenario(lambda: selector.now))
+    loop.close()
+
+
+def test_the_clock_runs_as_fast_as_jobs_run_beside_each_other(timed: Timed) -> None:
+    async def scenario(now: Callable[[], float]) -> None:
         clock, stopped = ProblemClock(0.4), list[float]()
-        await scenario(clock, stopped)
-        return clock.seconds_left, stopped
-
-    return asyncio.run(run())
-
-
-def test_the_clock_runs_as_fast_as_jobs_run_beside_each_other() -> None:
-    async def scenario(clock: ProblemClock, stopped: list[float]) -> None:
-        began = time.monotonic()
 
         async def job() -> None:
-            with clock.counting_time(lambda: stopped.append(time.monotonic() - began)):
+            with clock.counting_time(lambda: stopped.append(now())):
                 await asyncio.sleep(0.3)
 
-        await asyncio.gather(job(), job(), asyncio.sleep(0.35))
-        assert clock.is_over
+        await asyncio.gather(job(), job())
+        assert clock.is_over and clock.seconds_left == 0
+        assert stopped == pytest.approx([0.2, 0.2])
 
-    left, stopped = clocked(scenario)
-    assert left == 0 and len(stopped) == 2
-    assert all(0.15 < seconds < 0.29 for seconds in stopped)
+    timed(scenario)
 
 
-def test_the_clock_stops_while_nothing_runs_or_a_worker_fails() -> None:
-    async def scenario(clock: ProblemClock, stopped: list[float]) -> None:
+def test_the_clock_stops_while_nothing_runs_or_a_worker_fails(timed: Timed) -> None:
+    async def scenario(now: Callable[[], float]) -> None:
+        clock, stopped = ProblemClock(0.4), list[float]()
         await asyncio.sleep(0.5)
-        with pytest.raises(ZeroDivisionError), clock.counting_time(lambda: None):
+        with (
+            pytest.raises(ZeroDivisionError),
+            clock.counting_time(lambda: stopped.append(now())),
+        ):
             await asyncio.sleep(0.1)
             raise ZeroDivisionError
-        assert clock.seconds_left == pytest.approx(0.4, abs=0.02)
+        assert clock.seconds_left == pytest.approx(0.4)
         clock.spend(0.3)
+        assert clock.seconds_left == pytest.approx(0.1) and not stopped
 
-    left, stopped = clocked(scenario)
-    assert left == pytest.approx(0.1, abs=0.02) and not stopped
+    timed(scenario)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "soon"])
@@ -268,8 +288,8 @@ def test_the_key_and_the_service_have_one_default() -> None:
     assert Sandbox().problem_seconds == SandboxLimits().problem_seconds
 
 
-def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock() -> None:
-    async def scenario() -> None:
+def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock(timed: Timed) -> None:
+    async def scenario(now: Callable[[], float]) -> None:
         clock = ProblemClock(0.2, 3.0)
         with clock.counting_time(lambda: None):
             await asyncio.sleep(0.3)
@@ -279,4 +299,4 @@ def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock() -> Non
         clock.spend(0.1)
         assert clock.is_over
 
-    asyncio.run(scenario())
+    timed(scenario)

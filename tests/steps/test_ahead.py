@@ -42,10 +42,8 @@ ROWS = 12
 class Slow:
     """An engine whose every call takes ``seconds``. The weights of its end draw the last token."""
 
-    def __init__(self, seconds: float, *first: float) -> None:
-        """The calls take as long as ``first`` says, and ``seconds`` afterwards."""
-        self.seconds, self.first = seconds, first
-        self.version, self.calls = "actor@0", 0
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.version, self.calls = seconds, "actor@0", 0
 
     async def generate(self, prompts: Any, params: Any, *, finished: Any) -> list[Any]:
         begun, number, self.calls = self.version, self.calls, self.calls + 1
@@ -68,7 +66,18 @@ class Slow:
 
     async def _draw(self, number: int) -> str:
         """The weights of the last token."""
-        await asyncio.sleep(self.first[number] if number < len(self.first) else self.seconds)
+        await asyncio.sleep(self.seconds)
+        return self.version
+
+
+class Late(Slow):
+    """An engine that ends the draw of a step when that step has come, and not before."""
+
+    step = 0
+
+    async def _draw(self, number: int) -> str:
+        while self.step < number:
+            await asyncio.sleep(0.005)
         return self.version
 
 
@@ -153,46 +162,31 @@ class Rank:
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("more", "ages"),
     [
+        (None, [0, 0, 0, 0, 0, 0]),
         ((), [0, 1, 1, 1, 1, 1]),
         ((TWO,), [0, 1, 2, 1, 2, 1]),
         ((f"{R}staleness=3",), [0, 1, 2, 3, 1, 2]),
     ],
 )
-def test_a_step_takes_the_longer_of_drawing_and_training(
-    more: tuple[str, ...], expected: list[int]
+def test_a_draw_may_take_all_the_training_before_its_step(
+    more: tuple[str, ...] | None, ages: list[int]
 ) -> None:
-    seconds, steps, took = 0.2, 6, dict[bool, float]()
-    for ahead in (False, True):
-        rank = Rank(Slow(seconds), *more, steps=steps)
-        began, ages = time.monotonic(), list[float]()
-        for step in range(steps):
-            rank.step = step
-            ages.append(rank.rollout(ahead=ahead)[1])
-            time.sleep(seconds)
-        took[ahead] = time.monotonic() - began
-        assert ages == (expected if ahead else [0.0] * steps)
-        assert rank.engine.calls == steps
-        rank.background.close()
-    assert took[False] - took[True] >= 0.8 * seconds * (steps - 1)
-
-
-def test_two_steps_ahead_a_quick_draw_makes_up_for_the_slow_one_after_it() -> None:
-    took = list[float]()
-    for more in ((), (TWO,)):
-        slow = 0.4
-        rank, steps = Rank(Slow(0.0, *[slow, 0.0] * 4), *more), 7
-        began = time.monotonic()
-        for step in range(steps):
-            rank.step = step
-            rank.rollout()
-            time.sleep(slow / 2)
-        took.append(time.monotonic() - began)
-        rank.background.close()
-    # One step ahead, the three slow draws after the first take longer than the training beside
-    # them; two steps ahead, they have two trainings to end.
-    assert took[0] - took[1] >= 0.8 * 3 * slow / 2
+    """So a step takes the longer of drawing and training, and a quick draw makes up for a slow one
+    that began beside it.
+    """
+    engine = Late(0.0)
+    rank = Rank(engine, *(more or ()), steps=len(ages))
+    for step, age in enumerate(ages):
+        rank.step = engine.step = step
+        assert rank.rollout(ahead=more is not None)[1] == age
+        begun = sum(number - age <= step for number, age in enumerate(ages))
+        ends = time.monotonic() + 20
+        while engine.calls < begun and time.monotonic() < ends:
+            time.sleep(0.005)  # training: all that is to be drawn beside it begins
+        assert engine.calls == begun
+    rank.background.close()
 
 
 def test_updates_in_flight_reach_what_is_being_drawn_and_keep_the_bound() -> None:
