@@ -53,8 +53,8 @@ help:
 	@sed -n 's/^# \(make .*\|  .*\)/\1/p' $(firstword $(MAKEFILE_LIST))
 
 env env-cuda env-sglang-cuda env-next env-oldest:
-	@command -v $(PYTHON) >/dev/null 2>&1 || { \
-	  echo "$(PYTHON) not found: install Python 3.11 (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
+	@$(PYTHON) -c "" >/dev/null 2>&1 || { \
+	  echo "$(PYTHON) does not start: install Python 3.11 (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
 	       "or name it with make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) tools/make_env.py --venv $(VENV) --lock requirements/$(LOCK_$@).txt \
 	  -- $(PIP_FLAGS)

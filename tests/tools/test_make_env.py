@@ -278,4 +278,4 @@ def test_make_says_what_is_missing(tmp_path: Path) -> None:
         env={**os.environ, "MAKEFLAGS": ""},
     )
     assert answer.returncode != 0
-    assert "no-such-python not found: install Python 3.11" in answer.stderr
+    assert "no-such-python does not start: install Python 3.11" in answer.stderr
