@@ -149,7 +149,9 @@ class DotProductAttention(torch.nn.Module):
         )
         self.num_gqa_groups_per_partition = groups // size
         both = k_channels is not None and v_channels is not None
-        self.widths = (k_channels, v_channels) if both else (own, own)
+        # Attributes of Transformer Engine's, which Megatron 0.19 changes for values it has padded.
+        self.hidden_size_per_attention_head_k = k_channels if both else own
+        self.hidden_size_per_attention_head_v = v_channels if both else own
         self.scale = softmax_scale
 
     def forward(
@@ -168,7 +170,8 @@ class DotProductAttention(torch.nn.Module):
         assert query.ndim == key.ndim == value.ndim == 3
         assert query.dtype == key.dtype == value.dtype and key.shape[:-1] == value.shape[:-1]
         assert query.shape[-1] == key.shape[-1]
-        assert (key.shape[-1], value.shape[-1]) == self.widths
+        assert key.shape[-1] == self.hidden_size_per_attention_head_k
+        assert value.shape[-1] == self.hidden_size_per_attention_head_v
         assert key.shape[-2] == self.num_gqa_groups_per_partition, (
             f"Keys and values must have num_gqa_group = {self.num_gqa_groups_per_partition} heads! "
             f"Found {key.shape[-2]}."
