@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from ctrl_megatron.config.transformer_overrides import KEY, override_problems
 from ctrl_megatron.errors import UserError
 from ctrl_megatron.models.adapters import add_adapters
+from ctrl_megatron.models.grouped_experts import leave_counts_on_device
 from ctrl_megatron.models.latent_attention import LatentRotaryEmbedding
 from ctrl_megatron.models.layer_spec import (
     PackedRotaryEmbedding,
@@ -249,7 +250,7 @@ def build_chunks(shape: ModelShape, groups: ProcessGroups, options: BuildOptions
             vp_stage=chunk if layout.virtual_pipeline > 1 else None,
         )
         _rotate_by_positions(model, shape)
-        _prepare_routers(model, kinds)
+        _prepare_experts(model, kinds)
         if model.post_process and shape.value_head:
             model.output_layer = ValueOutputLayer(config, bias=shape.head_bias)  # type: ignore[assignment]
         elif model.post_process:
@@ -276,13 +277,15 @@ def _rotate_by_positions(model: GPTModel, shape: ModelShape) -> None:
                 layer.self_attention.rotary_pos_emb = rotation  # type: ignore[union-attr]
 
 
-def _prepare_routers(model: GPTModel, kinds: Sequence[LayerKind]) -> None:
+def _prepare_experts(model: GPTModel, kinds: Sequence[LayerKind]) -> None:
     """Tell the routers how their family groups its experts, and let them know their tokens."""
     for layer, kind in zip(model.decoder.layers, kinds, strict=True):
         if isinstance(kind.feed_forward, Experts):
             experts: Any = layer.mlp
             experts.router.choice.groups = kind.feed_forward.choice
             experts.register_forward_pre_hook(take_keys, with_kwargs=True)
+            if model.config.moe_grouped_gemm:
+                leave_counts_on_device(experts.token_dispatcher)
 
 
 def _pass_through(

@@ -1,6 +1,5 @@
 """A layer's experts by grouped matrix products: two products for all experts in place of two for
-each. They take the numbers of tokens on the device; Megatron's dispatcher still waits for them once
-a layer."""
+each. They take the numbers of tokens on the device."""
 
 from __future__ import annotations
 
@@ -59,6 +58,13 @@ class GroupedExperts(SequentialMLP):
         hidden: Any = _adapted_products(tokens, ends, first)
         hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1))
         return _adapted_products(hidden, ends, second), None
+
+
+def leave_counts_on_device(dispatcher: Any) -> None:
+    """Let Megatron's ``dispatcher`` not wait for the numbers of tokens of a layer whose experts are
+    all on this rank: the host needs them for exchanges between ranks alone."""
+    if dispatcher.ep_size == dispatcher.tp_size == 1:
+        dispatcher._maybe_dtoh_and_synchronize = lambda point, counts=None: counts
 
 
 def _adapted_products(tokens: torch.Tensor, ends: torch.Tensor, layers: list[Any]) -> torch.Tensor:

@@ -193,6 +193,15 @@ def test_every_layout_computes_what_transformers_does_and_takes_the_same_steps(
             assert_close(tmp_path / "train" / variant, weights, 1e-5)
 
 
+def test_the_host_waits_for_numbers_of_tokens_only_where_ranks_exchange_them(
+    models: dict[str, Path],
+) -> None:
+    given = {"directory": str(models["qwen3_moe"]), "batch": random_batch(seed=3, rows=2)}
+    (alone,) = run_world("waits_for_counts", 1, layout={}, **given)
+    assert alone == 0
+    assert all(run_world("waits_for_counts", 2, layout=LAYOUTS["ep2"], **given))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["ep2", "tp2_ep2_etp1"])
 def test_transformer_engines_layers_compute_the_same(

@@ -554,6 +554,25 @@ def parity(
     return results
 
 
+def waits_for_counts(rank: int, layout: dict, directory: str, batch: dict) -> int:
+    """How often numbers of tokens are taken to the host by the experts of one pass."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    options = {"token_budget": 10**6, "build": {"overrides": {"moe_grouped_gemm": True}}}
+    policy, moved = make_policy(start(layout), directory, **options), list[Any]()
+
+    def on_host(tensor: Any, **_: Any) -> Any:
+        moved.append(tensor)
+        return move(tensor, **_)
+
+    move, token_dispatcher.maybe_move_tensor_to_cpu = (
+        token_dispatcher.maybe_move_tensor_to_cpu,
+        on_host,
+    )
+    policy.log_probs(batch, 1.0)
+    return len(moved)
+
+
 def policy_loss(log_probs, entropy, rows, counts):
     """A clipped policy loss with entropy and KL terms, normalised by tokens."""
     mask = rows["response_mask"].float()
