@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +27,17 @@ class Import:
     """The names that ``from module import ...`` imports."""
 
 
-def imports_of(file: Path) -> list[Import]:
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(file: Path) -> tuple[Import, ...]:
     """Every import of the file, those inside functions, under TYPE_CHECKING and by
     ``import_module("literal")`` included.
     """
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return list(_imports(tree, at_load=True))
+    return tuple(_imports(tree_of(file), at_load=True))
 
 
 def _imports(node: ast.AST, *, at_load: bool) -> Iterator[Import]:

@@ -6,9 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from package_imports import FILES, PACKAGE
-
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+from package_imports import FILES, PACKAGE, tree_of
 
 
 def lines_of_shared_names(
@@ -24,8 +22,8 @@ def lines_of_shared_names(
 def test_no_two_classes_share_a_name() -> None:
     classes = (
         (file, node)
-        for file, tree in TREES.items()
-        for node in ast.walk(tree)
+        for file in FILES
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.ClassDef)
     )
     assert lines_of_shared_names(classes) == {}
@@ -34,8 +32,8 @@ def test_no_two_classes_share_a_name() -> None:
 def test_no_two_public_functions_of_modules_share_a_name() -> None:
     functions = (
         (file, node)
-        for file, tree in TREES.items()
-        for node in tree.body
+        for file in FILES
+        for node in tree_of(file).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         # Every command has a ``main``.
         if not node.name.startswith("_") and node.name != "main"

@@ -21,6 +21,7 @@ from package_imports import (
     library,
     module_graph,
     module_name,
+    tree_of,
 )
 
 from ctrl_megatron.engine_kinds import EngineName
@@ -235,7 +236,7 @@ def test_only_the_record_of_an_engine_says_what_it_does() -> None:
         f"{inside(file)}:{part.lineno}"
         for file in FILES
         if not inside(file).startswith(own)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, decisions)
         for part in ast.walk(node.pattern if isinstance(node, ast.match_case) else node)
         if isinstance(part, ast.Constant) and part.value in names
@@ -250,7 +251,7 @@ def test_only_checks_refuse_a_configuration() -> None:
         f"{inside(file)}:{raised.lineno} {function.name}"
         for file in FILES
         if not inside(file).startswith(refusing)
-        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for function in ast.walk(tree_of(file))
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
         and ": Config" in ast.unparse(function.args)
         and not (function.returns and ast.unparse(function.returns) == "TaskGraph")

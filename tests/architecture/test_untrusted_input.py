@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from package_imports import ROOT, tree_of
+
 SOURCES = sorted(
     path
     for folder in ("ctrl_megatron", "tools", "examples")
@@ -83,18 +83,14 @@ def trusting(tree: ast.Module) -> list[int]:
 
 def test_every_place_that_reads_a_pickle_is_known() -> None:
     found = {
-        f"{path.relative_to(ROOT)} {name}"
-        for path in SOURCES
-        for name in ways_in(ast.parse(path.read_text()))
+        f"{path.relative_to(ROOT)} {name}" for path in SOURCES for name in ways_in(tree_of(path))
     }
     assert found == set(ALLOWED)
 
 
 def test_no_model_directory_brings_code() -> None:
     found = {
-        str(path.relative_to(ROOT)): lines
-        for path in SOURCES
-        if (lines := trusting(ast.parse(path.read_text())))
+        str(path.relative_to(ROOT)): lines for path in SOURCES if (lines := trusting(tree_of(path)))
     }
     assert found == {}
     told = [path for path in SOURCES if "trust_remote_code=True" in path.read_text()]
