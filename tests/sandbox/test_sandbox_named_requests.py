@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from no_wait import run_without_waiting
 
 from ctrl_megatron.sandbox import EmbeddedSandbox, SandboxClient, SandboxError
 from ctrl_megatron.sandbox.service import under_way
@@ -233,4 +234,4 @@ def test_abandoned_work_ends_and_answers_are_kept_for_a_while(
         await asyncio.sleep(0.02)
         assert lone.task.cancelled() and works.open == 0
 
-    asyncio.run(scenario())
+    run_without_waiting(scenario)

@@ -5,13 +5,13 @@ use it, and honest problems beside slow ones are judged.
 from __future__ import annotations
 
 import asyncio
-import selectors
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from no_wait import run_without_waiting
 from sandbox_talk import BackgroundLoop, submission
 
 from ctrl_megatron.config.algorithm import Sandbox
@@ -25,7 +25,6 @@ from ctrl_megatron.sandbox.wire import EvalResult
 BUDGET = 1.0
 OVER = "the problem's time is over"
 Submit = Callable[..., EvalResult]
-Timed = Callable[[Callable[[Callable[[], float]], Awaitable[None]]], None]
 
 
 @pytest.fixture(scope="module")
@@ -220,50 +219,43 @@ def test_requests_that_advance_in_step_are_all_judged(brief: EmbeddedSandbox) ->
     assert sorted(ends)[1] > silence
 
 
-class NoWait(selectors.DefaultSelector):
-    """Waits of a loop with this selector take no time: ``now`` moves on by them."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timed]:
-    """Runs a coroutine function of the time, which passes in waits only."""
-    selector = NoWait()
-    loop = asyncio.SelectorEventLoop(selector)
-    monkeypatch.setattr(loop, "time", lambda: selector.now)
-    clock = SimpleNamespace(monotonic=lambda: selector.now)
-    monkeypatch.setattr(problem_clock, "time", clock)
-    yield lambda scenario: loop.run_until_complete(scenario(lambda: selector.now))
-    loop.close()
+def loop_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """The time of the running loop, which the tested clock reads too."""
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr(problem_clock, "time", SimpleNamespace(monotonic=now))
+    return now
 
 
-def test_the_clock_runs_as_fast_as_jobs_run_beside_each_other(timed: Timed) -> None:
-    async def scenario(now: Callable[[], float]) -> None:
+def test_the_clock_runs_as_fast_as_jobs_run_beside_each_other(
+    loop_time: Callable[[], float],
+) -> None:
+    async def scenario() -> None:
         clock, stopped = ProblemClock(0.4), list[float]()
 
         async def job() -> None:
-            with clock.counting_time(lambda: stopped.append(now())):
+            with clock.counting_time(lambda: stopped.append(loop_time())):
                 await asyncio.sleep(0.3)
 
         await asyncio.gather(job(), job())
         assert clock.is_over and clock.seconds_left == 0
         assert stopped == pytest.approx([0.2, 0.2])
 
-    timed(scenario)
+    run_without_waiting(scenario)
 
 
-def test_the_clock_stops_while_nothing_runs_or_a_worker_fails(timed: Timed) -> None:
-    async def scenario(now: Callable[[], float]) -> None:
+def test_the_clock_stops_while_nothing_runs_or_a_worker_fails(
+    loop_time: Callable[[], float],
+) -> None:
+    async def scenario() -> None:
         clock, stopped = ProblemClock(0.4), list[float]()
         await asyncio.sleep(0.5)
         with (
             pytest.raises(ZeroDivisionError),
-            clock.counting_time(lambda: stopped.append(now())),
+            clock.counting_time(lambda: stopped.append(loop_time())),
         ):
             await asyncio.sleep(0.1)
             raise ZeroDivisionError
@@ -271,7 +263,7 @@ def test_the_clock_stops_while_nothing_runs_or_a_worker_fails(timed: Timed) -> N
         clock.spend(0.3)
         assert clock.seconds_left == pytest.approx(0.1) and not stopped
 
-    timed(scenario)
+    run_without_waiting(scenario)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "soon"])
@@ -288,8 +280,10 @@ def test_the_key_and_the_service_have_one_default() -> None:
     assert Sandbox().problem_seconds == SandboxLimits().problem_seconds
 
 
-def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock(timed: Timed) -> None:
-    async def scenario(now: Callable[[], float]) -> None:
+def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock(
+    loop_time: Callable[[], float],
+) -> None:
+    async def scenario() -> None:
         clock = ProblemClock(0.2, 3.0)
         with clock.counting_time(lambda: None):
             await asyncio.sleep(0.3)
@@ -299,4 +293,4 @@ def test_a_problem_has_processor_time_and_a_multiple_of_it_by_the_clock(timed: T
         clock.spend(0.1)
         assert clock.is_over
 
-    timed(scenario)
+    run_without_waiting(scenario)
