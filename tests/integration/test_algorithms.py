@@ -26,10 +26,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "gspo" else pytest.param(n, marks=pytest.mark.long) for n in ALGORITHMS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_five_steps(job: Job, name: str) -> None:
     run = run_forked(job, name, steps=5, extra=ALGORITHMS[name])
     assert run.codes == (0, 0), run.output[-8000:]

@@ -79,6 +79,7 @@ def test_a_dumped_step_learns_the_same_again(
     assert "actor/divergence" in said
 
 
+@pytest.mark.long
 def test_a_teacher_on_ranks_of_its_own_teaches_the_same(job: Job, whole: Steps) -> None:
     extra = taught(job, "placement.reference=[2]", "trainer.n_gpus_per_node=3")
     apart = finished(job, "taught_apart", extra, steps=2, ranks=3)

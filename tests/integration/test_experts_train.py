@@ -56,6 +56,7 @@ def test_ctrl_trains_with_an_engine_that_holds_what_was_sent_and_agrees(
     assert any(metrics["actor/grad_norm"] > 0 for metrics in steps)
 
 
+@pytest.mark.long
 def test_fine_tuning_learns_and_a_resume_on_pipeline_stages_equals_the_whole_run(
     experts_job: Job, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_one_node(shell: Shell, actor_path: Path, solved: dict[str, str]) -> Non
     assert (out / "rl/report.html").is_file() and (out / "rl/engine.log").is_file()
 
 
+@pytest.mark.long
 def test_own_reward(shell: Shell, solver: Path) -> None:
     out = journey(shell, "own_reward", MODEL=solver)
     assert "1 hf engine; no sandbox of this run" in (out / "said").read_text()

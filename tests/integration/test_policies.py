@@ -80,6 +80,7 @@ def test_each_learns_in_its_own_way_is_dumped_and_resumed(
     assert computed(parts) == steps
 
 
+@pytest.mark.long
 def test_a_third_policy(own_job: Job, solver: Path) -> None:
     extra = (
         "dag.custom_pipeline_fn=three_policies:build",

@@ -64,6 +64,7 @@ def test_three_rounds_are_resumed_exactly_within_an_epoch(job: Job) -> None:
     assert any(metrics["turn/2/pass_rate_before"] > 0 for metrics in turns)
 
 
+@pytest.mark.long
 def test_what_applies_to_one_round_applies_to_three(job: Job, tmp_path: Path) -> None:
     """Dynamic sampling, a judging reward, distillation from the verdict on each turn's program."""
     extra = (

@@ -18,7 +18,9 @@ LORA = (
     ("sender", "extra", "before"),
     [
         ("StaleSender", (), "actor@0"),
-        ("IgnoredAdapters", LORA, "the model without its adapters"),
+        pytest.param(
+            *("IgnoredAdapters", LORA, "the model without its adapters"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_run_ends_at_the_first_push_that_the_engine_ignores(
