@@ -23,10 +23,9 @@ _OF_ENGINES = (
 """Those that it may set where it has engines of its own, beside ``_DRAWS``."""
 _SHARED = (
     *("actor_rollout_ref.actor.ppo_mini_batch_size", "algorithm.filter_groups."),
-    *(f"actor_rollout_ref.rollout.{name}" for name in ("staleness", "update_in_flight")),
     *(
         f"actor_rollout_ref.rollout.{name}"
-        for name in ("streaming", "val_kwargs.", "router_replay")
+        for name in ("staleness", "update_in_flight", "streaming", "val_kwargs.", "router_replay")
     ),
 )
 """Among these, the keys of the run: how the policies draw together."""

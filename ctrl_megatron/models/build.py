@@ -278,7 +278,8 @@ def _rotate_by_positions(model: GPTModel, shape: ModelShape) -> None:
 
 
 def _prepare_experts(model: GPTModel, kinds: Sequence[LayerKind]) -> None:
-    """Tell the routers how their family groups its experts, and let them know their tokens."""
+    """Tell the routers how their family groups its experts, let them know their tokens, and let
+    grouped products have the numbers of tokens on the device."""
     for layer, kind in zip(model.decoder.layers, kinds, strict=True):
         if isinstance(kind.feed_forward, Experts):
             experts: Any = layer.mlp

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import te_stand_ins
@@ -559,18 +560,11 @@ def waits_for_counts(rank: int, layout: dict, directory: str, batch: dict) -> in
     from megatron.core.transformer.moe import token_dispatcher
 
     options = {"token_budget": 10**6, "build": {"overrides": {"moe_grouped_gemm": True}}}
-    policy, moved = make_policy(start(layout), directory, **options), list[Any]()
-
-    def on_host(tensor: Any, **_: Any) -> Any:
-        moved.append(tensor)
-        return move(tensor, **_)
-
-    move, token_dispatcher.maybe_move_tensor_to_cpu = (
-        token_dispatcher.maybe_move_tensor_to_cpu,
-        on_host,
-    )
-    policy.log_probs(batch, 1.0)
-    return len(moved)
+    policy = make_policy(start(layout), directory, **options)
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+    with mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", wraps=move) as moved:
+        policy.log_probs(batch, 1.0)
+    return moved.call_count
 
 
 def policy_loss(log_probs, entropy, rows, counts):

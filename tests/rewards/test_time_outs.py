@@ -175,7 +175,7 @@ def test_a_function_that_does_not_return_is_named_and_left_behind(
         assert not work.done()
         time.sleep(0.01)
     # The loop of the requests to engines and sandboxes goes on.
-    assert background.run(asyncio.sleep(0, "alive"), 1.0) == "alive"
+    assert background.run(asyncio.sleep(0, "alive"), 0.5) == "alive"
     with pytest.raises(UserError, match=rf"mine\.py:score.*within 1\.5 s for 3 items: {where}"):
         work.result(10)
     background.close()

@@ -215,14 +215,14 @@ def test_a_waiting_retry_holds_no_place() -> None:
     async def scenario() -> None:
         async with (
             serving(Script((500, "x"), GOOD)) as script,
-            client_of(script.url, max_concurrency=1, backoff=60.0) as client,
+            client_of(script.url, max_concurrency=1, backoff=2.0) as client,
         ):
             first = asyncio.create_task(client.run_code(REQUEST))
             while script.calls == 0:
                 await asyncio.sleep(0.01)
             await client.run_code(REQUEST)
             assert not first.done()
-            first.cancel()
+            await first
 
     asyncio.run(scenario())
 

@@ -149,6 +149,13 @@ class Rank:
     def global_means(self, values: Any) -> dict[str, float]:
         return {name: float(value.mean()) for name, value in values.items()}
 
+    def train_until(self, calls: int) -> None:
+        """Take as long as it takes until so many draws have begun."""
+        ends = time.monotonic() + 20
+        while self.engine.calls < calls:
+            assert time.monotonic() < ends
+            time.sleep(0.005)
+
     def rollout(self, *, ahead: bool = True) -> tuple[list[Sample], float]:
         """(the samples of the next step, how many updates old they are)."""
         worker: Any = self
@@ -182,9 +189,7 @@ def test_a_draw_may_take_all_the_training_before_its_step(
         rank.step = engine.step = step
         assert rank.rollout(ahead=more is not None)[1] == age
         begun = sum(number - age <= step for number, age in enumerate(ages))
-        ends = time.monotonic() + 20
-        while engine.calls < begun and time.monotonic() < ends:
-            time.sleep(0.005)  # training: all that is to be drawn beside it begins
+        rank.train_until(begun)
         assert engine.calls == begun
     rank.background.close()
 
@@ -199,8 +204,7 @@ def test_updates_in_flight_reach_what_is_being_drawn_and_keep_the_bound() -> Non
         begun = max(0, step - 2)
         assert versions == ({f"actor@{begun}", f"actor@{begun + 1}"} if step else {"actor@0"})
         assert age == pytest.approx([0, 2 / 3, 5 / 3][min(step, 2)])
-        while rank.engine.calls < min(6, step + 3):
-            time.sleep(0.005)  # until the draws that this step has begun are being drawn
+        rank.train_until(min(6, step + 3))
     rank.background.close()
 
 
